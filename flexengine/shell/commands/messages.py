@@ -1,6 +1,7 @@
 """Messages, progress, results and exit codes of the commands: how many messages are printed, and their text; tables."""
 
 import errno
+import io
 import logging
 import os
 import re
@@ -267,7 +268,8 @@ def exit_code(command: Callable[[], int]) -> int:
             text = "stdout is closed, so the output is lost; open stdout, or send it to a file"
         # What is left in the buffer goes to /dev/null, else Python's flush at exit fails again.
         if text != str(error) and error.filename in (None, "stdout"):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with suppress(io.UnsupportedOperation):  # a stream in memory
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say_error(text)
         return FAILED
     except Exception as error:  # a bug, whose exit code must not be Python's 1, as 1 means done with row errors

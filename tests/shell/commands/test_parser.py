@@ -13,6 +13,7 @@ import pytest
 from flexengine import __version__
 from flexengine.shell.commands import messages
 from flexengine.shell.commands.completion import SHELLS, script
+from flexengine.shell.commands.interrupts import Interrupts
 from flexengine.shell.commands.main import COMMANDS, main, module_of
 from flexengine.shell.commands.messages import displayed
 from flexengine.shell.commands.plan import parser as plan_parser
@@ -271,6 +272,7 @@ class TestFront:
         self, module: str, words: list[str], usage: str, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:  # fmt: skip
+        monkeypatch.setattr(Interrupts, "until_exit", False)  # restored after it is set
         monkeypatch.setattr(sys, "argv", [module, *words, "--help"])
         with pytest.raises(SystemExit, match="0"):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
