@@ -3,7 +3,8 @@ limit and the remedy."""
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from flexengine.places import place_of
@@ -143,6 +144,22 @@ class RanOut(OutOfMemory):
         super().__init__(tier, what, needed)
         self.args = (message,)
         self.results: list[Any] = []
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return whether an error is of a library, not an interruption. Panics of Rust do not derive from Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def library_faults(what: str) -> Iterator[None]:
+    """Raise InvalidInput for any error of a library or a template. what: what cannot be done, for the message."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, InvalidInput) or not is_fault(error):
+            raise
+        raise InvalidInput(f"{what}: {type(error).__name__}: {error}") from error
 
 
 _WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)

@@ -16,6 +16,7 @@ from flexengine.config import Completion, Result, Score
 from flexengine.engine.stages import JobResources, Sweep
 from flexengine.engine.summary import Progress, SweepReports
 from flexengine.engine.survey import Arranged, Arrangement
+from flexengine.errors import InvalidInput
 from flexengine.job.rows import Request
 from flexengine.model.tokenizer import Stops
 from flexengine.runtime.execute import shortage
@@ -45,18 +46,23 @@ class OpenRow(NamedTuple):
 
     def result(self) -> Result:
         """Return the result of the row, whose sequences have ended."""
-        request, first = self.request, self.sequences[0]
-        prompt = len(request.prompt_ids)
-        if (error := next((each.error for each in self.sequences if each.error), None)) is not None:
-            place = f"row {request.index}" + (f" (line {request.line})" if request.line else "")
-            return Result(request.index, prompt_tokens=prompt, error=f"{place}: {error}", prompt=request.prompt)
-        if request.choices:
-            return self._scored(prompt)
+        request, prompt = self.request, len(self.request.prompt_ids)
+        error = next((each.error for each in self.sequences if each.error), None)
+        try:
+            if error is None:
+                return self._scored(prompt) if request.choices else self._generated(prompt)
+        except InvalidInput as fault:
+            error = str(fault)
+        place = f"row {request.index}" + (f" (line {request.line})" if request.line else "")
+        return Result(request.index, prompt_tokens=prompt, error=f"{place}: {error}", prompt=request.prompt)
+
+    def _generated(self, prompt: int) -> Result:
+        """Return the result of a row that generates. Raise InvalidInput if its tokens cannot be decoded."""
         samples = [completion(each) for each in self.sequences]
         return Result(
-            request.index, samples[0].generated_text, first.token_ids, samples[0].finish_reason, prompt,
-            sum(len(each.token_ids) for each in self.sequences), logprobs=samples[0].logprobs,
-            samples=samples if len(samples) > 1 else None, prompt=request.prompt,
+            self.request.index, samples[0].generated_text, samples[0].token_ids, samples[0].finish_reason, prompt,
+            sum(len(each.token_ids) for each in samples), logprobs=samples[0].logprobs,
+            samples=samples if len(samples) > 1 else None, prompt=self.request.prompt,
         )  # fmt: skip
 
     def _scored(self, prompt: int) -> Result:
@@ -78,7 +84,7 @@ class OpenRow(NamedTuple):
 
 
 def completion(sequence: RowSequence) -> Completion:
-    """Return a sequence of generated tokens as a sample of a result."""
+    """Return a sequence of generated tokens as a sample of a result. Raise InvalidInput if they cannot be decoded."""
     assert sequence.stops is not None
     logprobs = sequence.logprobs if sequence.sampling.logprobs is not None else None
     text = sequence.stops.text(sequence.token_ids)

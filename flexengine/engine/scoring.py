@@ -15,6 +15,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
+from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Request, Row, Target, check_text, checked_ids, tokenized
 from flexengine.model.tokenizer import opening, token_ids
 
@@ -66,7 +67,8 @@ class _Reading:
         if isinstance(context, str) and isinstance(continuation, str):
             check_text("context", context)
             check_text(name, continuation)
-            pair = partial(split, self.tokenizer, context, continuation)
+            bounded = None if self.tokenizer is None else BoundedTokenizer(self.tokenizer, self.context + 1)
+            pair = partial(split, bounded, context, continuation)
             begin, rest = tokenized(name, self.tokenizer, pair, "token ids")
         elif isinstance(continuation, str) or (isinstance(context, str) and context):
             raise InvalidInput(f"context is {shown(context)} and {name} is {shown(continuation)}; give both as text, or"
@@ -83,6 +85,7 @@ class _Reading:
             raise InvalidInput(f"{size}; each must have at least one")
         if len(begin) + len(rest) - 1 > self.context:
             raise InvalidInput(f"{size}; the model's context is {self.context} tokens, so shorten them")
+        check_known([*begin, *rest], self.tokenizer, self.vocabulary)
         return Target(tuple(begin), tuple(rest))
 
     def windows(self, text: Any) -> list[Target]:
@@ -101,6 +104,7 @@ class _Reading:
         if not ids:
             raise InvalidInput("text is empty after tokenisation; it must have at least one token")
         first, most = first_token(self.tokenizer), self.context
+        check_known([*first, *ids], self.tokenizer, self.vocabulary)
         targets, done = [Target(tuple(first), tuple(ids[:most]))], min(most, len(ids))
         while done < len(ids):
             end = min(done + most, len(ids))

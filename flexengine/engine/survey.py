@@ -20,7 +20,7 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.rows import Request, Row, chat_fault, encode, row_of
 from flexengine.model.skeleton import Skeleton
-from flexengine.model.tokenizer import check_stops
+from flexengine.model.tokenizer import check_stops, named_tokens
 from flexengine.plan.formatting import count
 from flexengine.plan.workload import Size, Workload
 from flexengine.schedule.prefixes import Stem, order_of, stems_above, stems_of
@@ -239,7 +239,7 @@ class PromptReader:
             item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary)
             try:
                 if isinstance(item, Request):
-                    check_stops(item.sampling, self.tokenizer)
+                    named_tokens(item.sampling, self.tokenizer)
                 yield item
             except InvalidInput as error:
                 yield row.refused(str(error))

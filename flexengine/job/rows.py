@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from functools import partial
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, json_kind, shown
-from flexengine.job.clock import set_clock
+from flexengine.errors import InvalidInput, is_fault, json_kind, library_faults, shown
+from flexengine.job.bounds import BoundedTokenizer, check_known
+from flexengine.job.templates import chat_text, has_template
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 CONTEXT = "context"  # field that stands before a continuation or choices
@@ -152,11 +152,12 @@ def encode(
         tokenizer: None if the checkpoint has none; only prompt_token_ids are allowed then.
         context_length: most tokens of prompt and continuation together.
         defaults: sampling parameters of fields that the row does not have.
-        vocab_size: prompt_token_ids must be smaller; None takes the tokenizer's.
+        vocab_size: token ids must be smaller; None takes the tokenizer's.
         now: local time that chat templates read; None is the time of the call.
     """
     if row.error is not None:
         return row
+    tokenizer = None if tokenizer is None else BoundedTokenizer(tokenizer, context_length)
     request = row.request
     try:
         for name in ("max_new_tokens", "max_completion_tokens"):  # other programs' names, which would be read as data
@@ -174,6 +175,7 @@ def encode(
                 f"prompt of {len(ids)} tokens + max_tokens {sampling.max_tokens} = {total} tokens,"
                 f" more than the model's context of {context_length}; shorten the prompt or lower max_tokens"
             )
+        check_known(ids, tokenizer, vocab_size)
     except InvalidInput as error:
         return row.refused(str(error))
     own_seed = request.get("seed") is not None
@@ -228,12 +230,8 @@ def tokenized(kind: str, tokenizer: Any, tokenize: Callable[[], Any], instead: s
     """
     if tokenizer is None:
         raise InvalidInput(f"the checkpoint has no tokenizer, so {kind} cannot be used; send {instead}")
-    try:
+    with library_faults(f"{kind} cannot be tokenised"):
         return tokenize()
-    except InvalidInput:
-        raise
-    except Exception as error:  # a chat template or a tokenizer may raise any error; only this row fails
-        raise InvalidInput(f"{kind} cannot be tokenised: {type(error).__name__}: {error}") from error
 
 
 def _text_ids(kind: str, tokenizer: Any, tokenize: Callable[[], Any]) -> tuple[int, ...]:
@@ -328,7 +326,9 @@ def chat_fault(tokenizer: Any) -> str | None:
         return "the checkpoint has no tokenizer"
     try:
         chat_token_ids(tokenizer, [{"role": "user", "content": "a"}], None, datetime.now())
-    except Exception as error:  # a chat template may raise any error
+    except BaseException as error:  # a chat template and a tokenizer may raise any error
+        if not is_fault(error):
+            raise
         if getattr(tokenizer, "chat_template", None) is None:
             return "the model has no chat template"
         return f"the model's chat template refuses a user's message ({type(error).__name__}: {error})"
@@ -382,11 +382,13 @@ def chat_token_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: list[A
         InvalidInput: the chat template does not use the tools. transformers would leave them out silently.
         Any error of the template.
     """
-    set_clock(tokenizer, now, tools)
-    write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True)
-    if tools and write(tools=tools, tokenize=False) == write(tools=None, tokenize=False):
+    options: dict[str, Any] = {"add_generation_prompt": True}
+    text = chat_text(tokenizer, messages, tools, now, **options)
+    if tools and text == chat_text(tokenizer, messages, None, now, **options):
         raise InvalidInput(
             "tools are given, but the model's chat template does not use them; remove them, or take a"
             " model whose template does"
         )
-    return write(tools=tools, tokenize=True, return_dict=True)
+    if has_template(tokenizer):
+        return tokenizer(text, add_special_tokens=False, verbose=False)
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **options)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.config import SamplingParams
+from flexengine.errors import library_faults
 
 NONFINITE = -1  # replaces a token id if the logits hold NaN or +inf, or only -inf
 
@@ -77,7 +78,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
 
 
 def logprob_entry(sampled: Sampled, tokenizer: Any) -> dict[str, Any]:
-    """Return a Sampled with a logprob as an entry of `Completion.logprobs`; "token" is None without a tokenizer."""
+    """Return a Sampled with a logprob as an entry of `Completion.logprobs`; "token" is None without a tokenizer. Raise
+    InvalidInput if a token cannot be decoded."""
     pairs = [(sampled.token, sampled.logprob), *sampled.top]
     first, *top = ({"token_id": t, "token": _text(t, tokenizer), "logprob": value} for t, value in pairs)
     return {**first, "top_logprobs": top}
@@ -87,8 +89,9 @@ def _text(token: int, tokenizer: Any) -> str | None:
     """Return the text that a token adds. Some tokenizers drop the leading space of a token that is decoded alone."""
     if tokenizer is None:
         return None
-    once: str = tokenizer.decode([token])
-    twice: str = tokenizer.decode([token, token])
+    with library_faults(f"token {token} cannot be decoded"):
+        once: str = tokenizer.decode([token])
+        twice: str = tokenizer.decode([token, token])
     return twice[len(once) :] if twice.startswith(once) else once
 
 

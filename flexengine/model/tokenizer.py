@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, shown
+from flexengine.errors import InvalidInput, is_fault, library_faults, shown
 from flexengine.model.files import regular_file
 
 _GENERATION = "generation_config.json"
@@ -44,8 +44,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except BaseException as error:  # panics of the Rust library do not derive from Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:
+        if not is_fault(error):
             raise
         hint = _HINT if "auto_map" in settings and not trust_remote_code else ""
         raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error or repr(error)}{hint}") from error
@@ -100,8 +100,10 @@ def opening(tokenizer: Any) -> list[int]:
 
 
 def token_ids(tokenizer: Any, text: str, special: bool) -> list[int]:
-    """Return the token ids of a text. special: include the tokens that the tokenizer puts around a text."""
-    return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
+    """Return the token ids of a text. special: include the tokens that the tokenizer puts around a text. Raise
+    InvalidInput if the tokenizer raises an error."""
+    with library_faults(f"the text {shown(text[:80])} cannot be tokenised"):
+        return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
 
 def spread(begin: list[int], ids: list[int], rows: int, length: int) -> list[list[int]]:
@@ -125,6 +127,22 @@ def check_stops(sampling: SamplingParams, tokenizer: Any) -> None:
         )
 
 
+def named_tokens(sampling: SamplingParams, tokenizer: Any) -> set[int]:
+    """Return the special tokens that stop strings name. Raise InvalidInput as `check_stops`, and for an error of the
+    tokenizer."""
+    check_stops(sampling, tokenizer)
+    return {token for text in sampling.stop if (token := _special(tokenizer, text)) is not None}
+
+
+def _special(tokenizer: Any, text: str) -> int | None:
+    """Return the special token whose text is `text`, and which decoding skips; None if there is none."""
+    with library_faults(f"the stop string {shown(text)} cannot be looked up"):
+        token = tokenizer.convert_tokens_to_ids(text)
+        if not isinstance(token, int) or tokenizer.decode([token], skip_special_tokens=True):
+            return None
+        return token if tokenizer.decode([token]) == text else None
+
+
 class Stops:
     """End conditions of one continuation.
 
@@ -142,10 +160,9 @@ class Stops:
     def __init__(
         self, tokenizer: Any, sampling: SamplingParams, eos: Collection[int], prompt: Sequence[int] = ()
     ) -> None:
-        check_stops(sampling, tokenizer)
         self._prompt = prompt
+        named = named_tokens(sampling, tokenizer)
         self._tokenizer, self._strings = tokenizer, sampling.stop
-        named = {token for text in sampling.stop if (token := self._special(text)) is not None}
         self._tokens = named.union(sampling.stop_token_ids, () if sampling.ignore_eos else eos)
         self._longest = max(map(len, sampling.stop), default=0)
 
@@ -214,12 +231,6 @@ class Stops:
         return whole[same:] if set(before[same:]) <= {_BROKEN} else self._decode(generated)
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        with library_faults("the generated tokens cannot be decoded"):
+            text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
-
-    def _special(self, text: str) -> int | None:
-        """Return the special token whose text is `text`, and which decoding skips; None if there is none."""
-        token = self._tokenizer.convert_tokens_to_ids(text)
-        if not isinstance(token, int) or self._decode([token]) or self._tokenizer.decode([token]) != text:
-            return None
-        return token

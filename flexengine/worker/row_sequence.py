@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput
 from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
 from flexengine.model.tokenizer import Stops
 from flexengine.schedule.sweeps import Sequence
@@ -44,10 +45,14 @@ class RowSequence(Sequence):
             self.error = f"its logits are not finite after {len(self.token_ids)} tokens"
             return True
         self.token_ids.append(sampled.token)
-        if sampled.logprob is not None:
-            self.logprobs.append(logprob_entry(sampled, tokenizer))
         assert self.stops is not None
-        self.ended = self.stops.reason(self.token_ids)
+        try:
+            if sampled.logprob is not None:
+                self.logprobs.append(logprob_entry(sampled, tokenizer))
+            self.ended = self.stops.reason(self.token_ids)
+        except InvalidInput as error:
+            self.error = str(error)
+            return True
         return self.ended is not None
 
     def score(self, scores: list[Sampled], tokenizer: Any) -> None:
@@ -57,4 +62,7 @@ class RowSequence(Sequence):
             return
         self.scores, self.token_ids = scores, [each.token for each in scores]
         if self.sampling.logprobs is not None:
-            self.logprobs = [logprob_entry(each, tokenizer) for each in scores]
+            try:
+                self.logprobs = [logprob_entry(each, tokenizer) for each in scores]
+            except InvalidInput as error:
+                self.error = str(error)

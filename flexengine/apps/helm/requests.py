@@ -11,10 +11,10 @@ from datetime import datetime
 from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams
-from flexengine.errors import InvalidInput, shown
-from flexengine.job.clock import set_clock
+from flexengine.errors import InvalidInput, library_faults, shown
 from flexengine.job.results import logprob_of
 from flexengine.job.rows import check_text
+from flexengine.job.templates import chat_text
 
 Token = dict[str, Any]
 
@@ -69,12 +69,19 @@ class Encoding:
             raise InvalidInput(f"{fault}; apply_chat_template must be true for this scenario")
         if self.apply_chat_template:
             messages = messages or [{"role": "user", "content": text}]
-            set_clock(self.tokenizer, self._began)
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = [int(i) for i in self.tokenizer(text, verbose=False)["input_ids"]]
+            with library_faults("the chat template refuses the request"):
+                text = chat_text(self.tokenizer, messages, now=self._began, add_generation_prompt=True)
+        with library_faults("the request cannot be tokenised"):
+            ids = [int(i) for i in self.tokenizer(text, verbose=False)["input_ids"]]
         if not ids:
             raise InvalidInput("the request's prompt is empty, and the tokenizer adds no token that begins a sequence")
         return ids
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens. Raise InvalidInput if they cannot be decoded."""
+        with library_faults("tokens cannot be decoded"):
+            text: str = self.tokenizer.decode(ids)
+        return text
 
     def added_tokens(self) -> int:
         """Return how many tokens a prompt has beside those that HELM counts: special tokens and the chat template's."""
@@ -167,7 +174,7 @@ def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Enco
     if is_scored(request):  # the prompt; its first token has the log probability 0
         ids = [*row["context"], *row["token_ids"]]
         tokens = _tokens(ids, [0.0, *_logprobs(row)], encoding)
-        completions = [_completion(encoding.tokenizer.decode(ids), tokens)]
+        completions = [_completion(encoding.decoded(ids), tokens)]
     else:
         completions = [_generated(request, sample, encoding) for sample in row.get("samples") or [row]]
     return {"success": True, "embedding": [], "completions": completions, "cached": False}
@@ -180,9 +187,9 @@ def _generated(request: Mapping[str, Any], sample: Mapping[str, Any], encoding: 
     if request.get("echo_prompt"):
         prompt = encoding.prompt_ids(request)
         before = _tokens(prompt, [0.0] * len(prompt), encoding)
-        return _completion(encoding.tokenizer.decode([*prompt, *ids]), before + tokens)
+        return _completion(encoding.decoded([*prompt, *ids]), before + tokens)
     ends = [*(request.get("stop_sequences") or []), *([encoding.end_of_text] if encoding.end_of_text else [])]
-    return truncated(encoding.tokenizer.decode(ids), tokens, ends)
+    return truncated(encoding.decoded(ids), tokens, ends)
 
 
 def _logprobs(result: Mapping[str, Any]) -> list[float]:
@@ -194,8 +201,7 @@ def _logprobs(result: Mapping[str, Any]) -> list[float]:
 
 def _tokens(ids: Sequence[int], logprobs: Sequence[float], encoding: Encoding) -> list[Token]:
     return [
-        {"text": encoding.tokenizer.decode([token]), "logprob": logprob}
-        for token, logprob in zip(ids, logprobs, strict=True)
+        {"text": encoding.decoded([token]), "logprob": logprob} for token, logprob in zip(ids, logprobs, strict=True)
     ]
 
 

@@ -15,7 +15,6 @@ from contextlib import closing
 from datetime import datetime
 from typing import Any, Self
 
-import jinja2
 from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text, resolve_max_length
@@ -26,9 +25,9 @@ from flexengine.activity import message
 from flexengine.apps.lm_eval.arguments import MAX_GEN_TOKS, engine_options, generation_of, joined, unused
 from flexengine.config import Result
 from flexengine.engine.engine import Engine
-from flexengine.errors import FlexError, InvalidInput, shown
-from flexengine.job.clock import set_clock
+from flexengine.errors import FlexError, InvalidInput, library_faults, shown
 from flexengine.job.same_job import LOSSY, MODEL_FILES, differences
+from flexengine.job.templates import TemplateFault, chat_text
 
 RECORD = "flexengine"  # key of the model's record in the cache; keys of responses are digests
 Ids = Sequence[int]
@@ -140,7 +139,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
     def _encoded(self, text: str, special: bool | None) -> list[int]:
         """Return the token ids of a text. special: None is the tokenizer's default."""
         options = {} if special is None else {"add_special_tokens": special}
-        return [int(i) for i in self.tokenizer(text, verbose=False, **options)["input_ids"]]
+        with library_faults("a request cannot be tokenised"):
+            return [int(i) for i in self.tokenizer(text, verbose=False, **options)["input_ids"]]
 
     def _cut(self, ids: list[int], most: int) -> list[int]:
         """Return the last `most` tokens. The first time that tokens are cut off, a message says so."""
@@ -272,12 +272,11 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         if getattr(self.tokenizer, "chat_template", None) is None:
             remedy = "leave out --apply_chat_template, or take an instruction-tuned model"
             raise InvalidInput(f"the model has no chat template; {remedy}")
-        set_clock(self.tokenizer, self._began)
-        end = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        given: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self._thinking}
+        given["continue_final_message"] = not add_generation_prompt
         try:
-            text: str = self.tokenizer.apply_chat_template(chat_history, tokenize=False, **end, **self._thinking)
-            return text
-        except jinja2.TemplateError as error:
+            return chat_text(self.tokenizer, chat_history, now=self._began, **given)
+        except TemplateFault as error:
             rest = [turn for turn in chat_history if turn["role"] != "system"]
             if len(rest) == len(chat_history):
                 raise

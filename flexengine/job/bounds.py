@@ -1,0 +1,67 @@
+"""What a prompt may hold: text that can fit into the model's context, and tokens that the model has."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from flexengine.errors import InvalidInput, library_faults, shown
+
+
+def check_known(ids: Iterable[int], tokenizer: Any, vocabulary: int | None) -> None:
+    """Raise InvalidInput if a text has a token that the model does not have: tokenizers may have more tokens than the
+    model's embedding. vocabulary: its number of tokens; None does not check."""
+    if vocabulary is None or (token := next((token for token in ids if not 0 <= token < vocabulary), None)) is None:
+        return
+    with library_faults(f"token {token} is beyond the model's vocabulary, and has no name"):
+        name = tokenizer.convert_ids_to_tokens(token)
+    raise InvalidInput(
+        f"the text has the token {shown(name)} with the id {token}, which is beyond the model's vocabulary: its token"
+        f" ids lie in [0, {vocabulary}); remove it from the text, or from the chat template that writes it"
+    )
+
+
+PIECE = 1 << 16  # characters
+_ALWAYS = 4  # characters per token of the context; text up to this length is tokenized at once
+_CUT_TOKENS = 256  # tokens that a piece may have more than the text has there, as it is cut from it
+
+
+class BoundedTokenizer:
+    """A tokenizer for text that must fit into a model's context. Much longer text is refused after its first pieces.
+
+    Tokenizing takes about 300 bytes of memory per character. Text that may be too long is therefore tokenized in pieces
+    first. A piece has at most _CUT_TOKENS tokens more than the text has there: tokenizers join tokens and drop unknown
+    text nearby only. Some added tokens take all white space around them. In text with these, white space counts as one
+    character.
+    """
+
+    def __init__(self, tokenizer: Any, context: int) -> None:
+        self._tokenizer, self._context = tokenizer, context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        """Return the encoded text. Raise InvalidInput if it has more tokens than the context."""
+        if len(text) > max(PIECE, _ALWAYS * self._context) and self._exceeds(text):
+            raise InvalidInput(
+                f"text of {len(text):,} characters has more tokens than the model's context of {self._context:,};"
+                " shorten it"
+            )
+        return self._tokenizer(text, **options)
+
+    def _exceeds(self, text: str) -> bool:
+        """Return whether a text certainly has more tokens than the context."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        stripping = any((each.lstrip or each.rstrip) and each.content in text for each in added)
+        tokens = 0
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
+            piece = re.sub(r"\s+", " ", piece) if stripping else piece
+            ids = self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            tokens += max(0, len(ids) - _CUT_TOKENS)
+            if tokens > self._context:
+                return True
+        return False

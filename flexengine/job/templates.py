@@ -1,0 +1,204 @@
+"""Text of conversations, as chat templates write them: in a process of its own, with limits.
+
+A template comes with a checkpoint and is a program. In one step it can ask for any memory ('a' * 10**10), and filters
+and loops for any time, so no check inside the engine's process can bound it. This module is also the program of the
+other process, which has transformers without torch (0.7 s to start, 60 MB). One process serves all rows.
+"""
+
+import os
+import pickle
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime
+from typing import IO, Any
+
+from flexengine.errors import FlexError
+
+CPU_SECONDS = 3.0  # most time of the processor for one conversation; usual templates take under a millisecond
+SPARE_BYTES, SPARE_PER_BYTE = 64 << 20, 16  # most memory for one conversation, and more for each byte of it
+_REQUEST, _REPLY = struct.Struct("<Qd"), struct.Struct("<cQ")  # length and seconds; kind and length
+_TEXT, _ERROR, _TIME, _MEMORY = b"t", b"e", b"s", b"m"  # kinds of replies
+_LIMITS = {
+    _TIME: f"more than the {CPU_SECONDS:g} s of processor time that are allowed",
+    _MEMORY: f"more than the {SPARE_BYTES >> 20} MiB of memory, and {SPARE_PER_BYTE} bytes per byte, that are allowed",
+}
+_REMEDY = "use a model with another template"
+_KILL_SECONDS = 2  # after CPU_SECONDS, until the kernel ends a step that cannot be interrupted
+_MAX_ERROR = 1000  # characters
+_PROBE = [{"role": "user", "content": "a"}]
+
+
+class TemplateFault(FlexError):
+    """A chat template exceeds a limit, or raises an error, whose name a class derived from this one has."""
+
+
+class _TimeExceeded(BaseException):
+    """Ends a template. No filter of a template catches it."""
+
+
+def chat_text(
+    tokenizer: Any, messages: Any, tools: list[Any] | None = None, now: datetime | None = None, **variables: Any
+) -> str:
+    """Return a conversation as the tokenizer's chat template writes it.
+
+    Args:
+        tokenizer: one whose `has_template` is false writes the conversation itself, without limits and without `now`.
+        now: local time that the template reads; None is the present.
+        variables: further arguments of `apply_chat_template`, and variables of the template.
+
+    Raises:
+        TemplateFault: the template raises an error, or exceeds a limit of time or memory.
+        ValueError: the tokenizer has no chat template.
+    """
+    if not has_template(tokenizer):
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
+        return text
+    template = tokenizer.get_chat_template(None, tools)
+    given = {"conversations": [messages], "tools": tools, "chat_template": template}
+    return _RENDERER.text(template, {**tokenizer.special_tokens_map, **variables, **given}, now or datetime.now())
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Return whether a tokenizer writes conversations with a template of Jinja, not with code of its own."""
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    method = getattr(tokenizer, "apply_chat_template", None)
+    return getattr(method, "__func__", None) is PreTrainedTokenizerBase.apply_chat_template
+
+
+class _Renderer:
+    """The other process, which is started by the first conversation and ends with this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._endless = set[str]()  # templates that exceed the time for a short message, too
+
+    def text(self, template: str, arguments: dict[str, Any], now: datetime) -> str:
+        """Return the text of one conversation. Raise TemplateFault. arguments: of `render_jinja_template`."""
+        if template in self._endless:
+            raise TemplateFault(f"the chat template takes {_LIMITS[_TIME]}, even for a short message; {_REMEDY}")
+        kind, text = self._ask(arguments, now)
+        if kind == _TEXT:
+            return text
+        if kind == _TIME and self._ask({**arguments, "conversations": [_PROBE], "tools": None}, now)[0] == _TIME:
+            self._endless.add(template)
+        if kind in _LIMITS:
+            raise TemplateFault(f"the chat template takes {_LIMITS[kind]} for a row; shorten the row, or {_REMEDY}")
+        name, _, reason = text.partition(": ")
+        raise type(name, (TemplateFault,), {})(reason)
+
+    def _ask(self, arguments: dict[str, Any], now: datetime) -> tuple[bytes, str]:
+        """Return the kind of the reply, and its text."""
+        data = pickle.dumps((arguments, now), pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = _started()
+            process = self._process
+            source, target = process.stdout, process.stdin
+            assert source is not None
+            assert target is not None
+            try:
+                target.write(_REQUEST.pack(len(data), CPU_SECONDS) + data)
+                target.flush()
+                if len(header := source.read(_REPLY.size)) == _REPLY.size:
+                    kind, size = _REPLY.unpack(header)
+                    return kind, source.read(size).decode("utf-8", "surrogatepass")
+            except BrokenPipeError:
+                pass
+            except BaseException:  # such as Ctrl-C: the reply would be taken for that of the next conversation
+                self._end()
+                raise
+            code = self._end()
+        kind = {-signal.SIGXCPU: _TIME, -signal.SIGKILL: _MEMORY}.get(code, _ERROR)
+        return kind, f"TemplateFault: the process that renders chat templates ended with exit status {code}"
+
+    def _end(self) -> int:
+        process, self._process = self._process, None
+        assert process is not None
+        process.kill()
+        return process.wait()
+
+    def forget(self) -> None:
+        """Leave the process to the parent, in a child that was forked."""
+        self._process, self._lock = None, threading.Lock()
+
+
+def _started() -> "subprocess.Popen[bytes]":
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "TRANSFORMERS_VERBOSITY": "error"}
+    # A session of its own gets no Ctrl-C. Not the current directory but sys.path is searched for modules.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__],
+        env=os.environ | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+_RENDERER = _Renderer()
+os.register_at_fork(after_in_child=_RENDERER.forget)
+
+
+def _serve(source: IO[bytes], target: IO[bytes]) -> None:
+    """Write conversations until the engine's process has ended."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers works without; torch takes 3 s and 300 MB
+    from transformers.utils import chat_template_utils
+
+    signal.signal(signal.SIGPROF, _exceeded)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while len(header := source.read(_REQUEST.size)) == _REQUEST.size:
+        size, seconds = _REQUEST.unpack(header)
+        kind, data = _written(source.read(size), seconds, chat_template_utils)
+        target.write(_REPLY.pack(kind, len(data)))
+        target.write(data)
+        target.flush()
+
+
+def _written(request: bytes, seconds: float, library: Any) -> tuple[bytes, bytes]:
+    """Return the kind and the text of the reply. library: transformers.utils.chat_template_utils."""
+    try:
+        try:
+            _limit(len(request), seconds)
+            arguments, now = pickle.loads(request)
+            library.datetime = type("Clock", (datetime,), {"now": classmethod(lambda *_: now)})
+            texts, _ = library.render_jinja_template(**arguments)
+            return _TEXT, texts[0].encode("utf-8", "surrogatepass")
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _set(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+    except _TimeExceeded:
+        return _TIME, b""
+    except MemoryError:
+        return _MEMORY, b""
+    except Exception as error:  # a template may raise any error
+        return _ERROR, f"{type(error).__name__}: {error}"[:_MAX_ERROR].encode("utf-8", "replace")
+
+
+def _limit(size: int, seconds: float) -> None:
+    """Set the limits of one conversation, beside what the process has taken before. size: of the request, in bytes."""
+    with open("/proc/self/statm", "rb") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    _set(resource.RLIMIT_AS, used + SPARE_BYTES + SPARE_PER_BYTE * size)
+    _set(resource.RLIMIT_CPU, int(time.process_time() + seconds) + _KILL_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _set(limit: int, most: int) -> None:
+    """Set a limit of this process, but not above what it may set."""
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (hard if most < 0 or 0 <= hard < most else most, hard))
+
+
+def _exceeded(*_: object) -> None:
+    raise _TimeExceeded
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin.buffer, sys.stdout.buffer)
