@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from glob import has_magic
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -252,7 +253,9 @@ class InputFile:
             if not stream:
                 with suppress(OSError):
                     known = meant(self.name.name, os.listdir(self.name.parent))
-            if known:
+            if has_magic(str(self.name)) and not stream:
+                remedy = "a job has one input, and this is a pattern that no shell has expanded: leave the quotes out"
+            elif known:
                 remedy = f"did you mean {self.name.with_name(known)}?"
             raise InvalidInput(f"input {self.name} cannot be read ({error.strerror}); {remedy}") from error
 

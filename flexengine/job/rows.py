@@ -173,7 +173,8 @@ def encode(
         if total > context_length:
             raise InvalidInput(
                 f"prompt of {len(ids)} tokens + max_tokens {sampling.max_tokens} = {total} tokens,"
-                f" more than the model's context of {context_length}; shorten the prompt or lower max_tokens"
+                f" more than the model's context of {context_length}, which its config.json states"
+                " (max_position_embeddings, rope_scaling); shorten the prompt or lower max_tokens"
             )
         check_known(ids, tokenizer, vocab_size)
     except InvalidInput as error:

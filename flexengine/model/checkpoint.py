@@ -17,14 +17,16 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
+from logging import WARNING
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from flexengine.activity import message
 from flexengine.errors import BadCheckpoint, UnsupportedModel
-from flexengine.model.files import indexed_files, regular_file
+from flexengine.model.files import ADAPTER_WEIGHTS, indexed_files, model_file
 from flexengine.read_retries import opened
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -32,7 +34,19 @@ _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torc
 _MAX_DIMENSIONS = 64  # torch's limit
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 # Buffers that old checkpoints contain, although models compute them.
-_BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.attn\.masked_bias$")
+_BUFFERS = (
+    r"(rotary|rotary_emb|rotary_pos_emb|rope)\.(inv_freq|freqs|cos_cached|sin_cached)$",
+    r"\.(attn|attention)\.(bias|masked_bias)$",
+    r"(^|\.)position_ids$",
+)
+# Tensors of other uses of a model, which generation without them does not read.
+_EXTRAS = {
+    "heads for values and classes": r"(^|\.)(v_head|value_head|reward_head|score|classifier|classification_head|"
+    r"regression_head|qa_outputs|pooler)\.",
+    "scales of an 8-bit KV cache": r"\.([kvq]|kv|prob)_(scale|zero_point)$|\.[kv]_proj\.output_scale$",
+    "layers for multi-token prediction": r"(^|\.)mtp(_\w+)?\.",
+}
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)")
 _PIECE = 1 << 24  # bytes compared at a time
 _ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
 
@@ -65,7 +79,7 @@ def read_header(path: Path) -> dict[str, Origin]:
 
     The rules of the safetensors library apply: no name occurs twice, and the tensors fill the data of the file without
     overlaps or gaps. Raise BadCheckpoint if the file breaks a rule or cannot be read."""
-    regular_file(path)
+    model_file(path)
     try:
         size = os.path.getsize(path)
         with opened(path) as f:
@@ -140,7 +154,7 @@ def _shards(directory: Path) -> list[Path]:
         return [single]
     if os.path.lexists(index):
         return indexed_files(index)
-    if shards := sorted(directory.glob("*.safetensors")):
+    if shards := sorted(set(directory.glob("*.safetensors")) - {directory / ADAPTER_WEIGHTS}):
         return shards
     raise BadCheckpoint(f"{directory} holds no .safetensors file")
 
@@ -160,6 +174,7 @@ class Loading:
         self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self.renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
         self.prefix: str = model.base_model_prefix
+        self.layers: int = model.config.get_text_config().num_hidden_layers
         self.shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         # From each parameter to the one it shares its tensor with.
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -204,8 +219,27 @@ def origins(
         if other := next((o for o in same if o in located), None):
             located[name] = located[other]
     unused = sorted(n for n in tensors if n not in used and not loading.ignored.search(n))
-    _check(located, wanted, unused)
+    extras = _extras(unused, used, loading.layers)
+    _check(located, wanted, [name for name in unused if name not in extras])
+    if extras:
+        some, kinds = ", ".join(list(extras)[:3]) + " ..." * (len(extras) > 3), ", ".join(sorted({*extras.values()}))
+        message(f"{len(extras)} tensors are ignored, as generation does not use them: {some} ({kinds})", WARNING)
     return {name: located[name] for name in wanted}
+
+
+def _extras(unused: Iterable[str], used: Iterable[str], layers: int) -> dict[str, str]:
+    """Return what is known of unused tensors that may be ignored, by name: `_EXTRAS`, and layers beyond `layers` whose
+    tensors are named as those of a layer that is used."""
+    inside = {match[2] for name in used if (match := _LAYER.search(name))}
+    beyond = {int(match[1]) for name in unused if (match := _LAYER.search(name)) and match[2] in inside}
+    found = {}
+    for name in unused:
+        match = _LAYER.search(name)
+        if match and int(match[1]) >= layers and int(match[1]) in beyond:
+            found[name] = f"layers beyond the {layers} of the config"
+        elif what := next((what for what, pattern in _EXTRAS.items() if re.search(pattern, name)), None):
+            found[name] = what
+    return found
 
 
 def differ(tensors: Mapping[str, Origin], skeleton: Any) -> bool:
@@ -300,6 +334,7 @@ def _check(located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]],
         "not floating point": sorted(n for n, o in have.items() if not o.dtype.is_floating_point),
         "not used by the model": list(unused),
     }
+    remedy = "; if they may be left out, load it with transformers and save it again (save_pretrained)" * bool(unused)
     if any(faults.values()):
         lines = (f"{what}: {', '.join(n[:8])}{' ...' * (len(n) > 8)} ({len(n)})" for what, n in faults.items() if n)
-        raise BadCheckpoint(f"the checkpoint does not fit its config: {'; '.join(lines)}")
+        raise BadCheckpoint(f"the checkpoint does not fit its config: {'; '.join(lines)}{remedy}")

@@ -59,7 +59,7 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
         if not all(isinstance(name, str) for name in config.architectures or []):
             raise TypeError(f"architectures is {config.architectures!r}; it must be a list of class names")
     except Exception as error:  # transformers raises errors of many types for bad configs
-        raise UnsupportedModel(f"{directory}: {error or repr(error)}") from error
+        raise UnsupportedModel(f"{directory}: {config_fault(error, raw)}") from error
     for name, value in counts.items():
         if isinstance(value, int | float) and not value >= 1:
             raise UnsupportedModel(f"{path}: {name} is {value}; it must be at least 1")
@@ -109,16 +109,52 @@ def coupled_rope(config: Any) -> set[str]:
     return kinds & _COUPLED_ROPE
 
 
-def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
+def config_fault(error: Exception, values: Mapping[str, Any]) -> str:
+    """Return why transformers cannot build a model. values: its config.
+
+    transformers looks names up in tables, and the text of their errors is only the name: the key that has it is added.
+    """
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    name = text if isinstance(error, KeyError) else text.removeprefix("module 'torch' has no attribute ").strip("'")
+    if " " in name or not name:
+        return text or repr(error)
+    keys = [key for key, value in _entries(values) if value in (name, f"torch.{name}")]
+    if keys:
+        return f"config.json sets {keys[0]} to {name!r}, which transformers does not know; correct it"
+    return f"config.json lacks {name!r}, or sets it to what transformers does not know ({type(error).__name__})"
+
+
+def _entries(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) for every value that is no container, at any depth. Values in a list have the list's key."""
+    pairs = values.items() if isinstance(values, Mapping) else ((key, value) for value in values)
+    for name, value in pairs:
+        if isinstance(value, Mapping | list | tuple):
+            yield from _entries(value, str(name))
+        else:
+            yield str(name), value
+
+
+def context_of(config: Any) -> int | None:
+    """Return the maximum number of tokens of a sequence; None if the config does not state it.
+
+    YaRN, and linear scaling of all layers, extend the context by their factor, as in vLLM: Qwen's instruction for long
+    texts adds `rope_scaling` alone. The other types, and scaling by type of layer, are part of
+    max_position_embeddings already."""
+    text = config.get_text_config()
+    stated, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None)
+    if not isinstance(stated, int) or not isinstance(rope, dict) or rope.get("rope_type") not in ("yarn", "linear"):
+        return stated
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or stated
+    if not isinstance(factor, int | float) or not isinstance(original, int | float):
+        return stated
+    return max(stated, min(int(factor * original), 10**9))
+
+
+def _numbers(values: Any) -> Iterator[tuple[str, int | float]]:
     """Yield (key, number) for every number, at any depth. Numbers in a list have the list's key."""
-    if isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from _numbers(value, str(name))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _numbers(value, key)
-    elif isinstance(values, int | float) and not isinstance(values, bool):
-        yield key, values
+    for key, value in _entries(values):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value
 
 
 def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:

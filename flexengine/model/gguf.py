@@ -2,9 +2,11 @@
 
 Config keys, tensor names and permutations come from the functions of transformers that
 `from_pretrained(gguf_file=...)` uses, called so that at most one tensor is in memory. `from_pretrained` silently drops
-tensors without a target, and RoPE scaling; here both are either carried over or refused.
+tensors without a target, RoPE scaling, ends of turns and most pre-tokenizers (gguf_pre.py); here they are carried over
+or refused.
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -18,15 +20,17 @@ import numpy as np
 import torch
 
 from flexengine.activity import activity, message
-from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
+from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel, is_fault
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_header import GgufTensor, Header, read_header
+from flexengine.model.gguf_pre import byte_level, end_tokens
 from flexengine.model.shards import write_shards
 from flexengine.read_retries import opened
 
 _CHUNK_BYTES = 16 * 2**20  # float32 bytes dequantised at a time
 _KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NO_TOKENIZER = ("", "none", "no_vocab")  # as llama.cpp takes them
+_ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 _ROPE_FREQS = "rope_freqs.weight"
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
@@ -42,7 +46,7 @@ def convert(path: Path, directory: Path) -> None:
     Quantised tensors become float32; F16, BF16 and F32 keep their dtypes. config.dtype is float32 if any tensor was
     quantised. Raise BadCheckpoint if the file is damaged, UnsupportedModel if it needs a feature that is not supported,
     and OutOfMemory if the disk is full."""
-    header = read_header(path)
+    header = read_header(path, _ARRAYS)
     try:
         _write(header, directory)
     except FlexError:
@@ -77,6 +81,8 @@ def _write(header: Header, directory: Path) -> None:
     if missing:
         raise BadCheckpoint(f"{path} lacks {len(missing)} tensors, among them {sorted(missing)[:3]}")
     config.save_pretrained(directory)
+    if len(ends := end_tokens(path, header.values)) > 1:
+        model.generation_config.eos_token_id = ends
     model.generation_config.save_pretrained(directory)
     with activity("converting", f"converting the tokenizer of {path.name}"):
         _save_tokenizer(header, config, directory)
@@ -88,7 +94,7 @@ def _config(header: Header) -> Any:
     from transformers import AutoConfig
 
     path = header.path
-    check_limits(path, header.values)
+    check_limits(path, {key: value for key, value in header.values.items() if key not in _ARRAYS})
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         size = size_of(config)
@@ -215,9 +221,39 @@ def _save_tokenizer(header: Header, config: Any, directory: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:
-        raise UnsupportedModel(f"{path}: transformers cannot build its tokenizer: {error}") from error
+        if header.text("tokenizer.ggml.model") == "gpt2":
+            tokenizer = byte_level(path, header.values)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except FlexError:
+        raise
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        raise UnsupportedModel(f"{path}: its tokenizer cannot be built: {type(error).__name__}: {error}") from error
     if isinstance(length := getattr(config, "max_position_embeddings", None), int):
         tokenizer.model_max_length = length
     tokenizer.save_pretrained(directory)
+    if header.values.get("tokenizer.ggml.add_space_prefix") is False:
+        _drop_first_space(directory / "tokenizer.json")
+
+
+def _drop_first_space(file: Path) -> None:
+    """Edit a tokenizer.json so that no space is put before a text, nor taken off at decoding."""
+    content = json.loads(file.read_bytes())
+    content["pre_tokenizer"], content["normalizer"], content["decoder"] = (
+        _without_space(content[part]) for part in ("pre_tokenizer", "normalizer", "decoder")
+    )
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _without_space(step: Any) -> Any:
+    """Return a step of a tokenizer without what adds or takes off a first space; None if nothing remains."""
+    if not isinstance(step, dict):
+        return step
+    if step["type"] == "Metaspace":
+        return step | {"prepend_scheme": "never"}
+    if step["type"] in ("Prepend", "Strip"):
+        return None
+    parts = next((key for key in ("normalizers", "pretokenizers", "decoders") if key in step), None)
+    return step | {parts: [kept for part in step[parts] if (kept := _without_space(part))]} if parts else step

@@ -4,13 +4,14 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.model.files import check_content
 from flexengine.read_retries import opened
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -34,7 +35,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of a GGUF file. values: scalar and string metadata, without arrays."""
+    """Header of a GGUF file. values: scalar and string metadata, and the arrays that were to be read."""
 
     path: Path
     values: Mapping[str, Any]
@@ -50,18 +51,20 @@ class Header:
         return self.text("general.architecture")
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, arrays: Collection[str] = ()) -> Header:
     """Return the header of a GGUF file, with every tensor checked against the file's size. Raise BadCheckpoint if the
-    file is no GGUF file, or damaged, or cut off, UnsupportedModel if it is one of several parts.
+    file is no GGUF file, or damaged, or cut off, UnsupportedModel if it is one of several parts. arrays: keys of the
+    arrays to read; others are skipped.
 
     gguf.GGUFReader takes seconds and hundreds of megabytes for a file with a vocabulary.
     """
     with opened(path) as file:
         if (magic := file.read(4)) != b"GGUF":
+            check_content(path)
             raise BadCheckpoint(f"{path} is not a GGUF file: it starts with {magic!r}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                header = Header(path, *_tables(data))
+                header = Header(path, *_tables(data, arrays))
             except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
                 raise BadCheckpoint(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from error
     if (parts := header.values.get("split.count", 1)) not in (0, 1):
@@ -69,7 +72,7 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def _tables(data: mmap.mmap) -> tuple[dict[str, Any], tuple[GgufTensor, ...]]:
+def _tables(data: mmap.mmap, arrays: Collection[str]) -> tuple[dict[str, Any], tuple[GgufTensor, ...]]:
     """Return metadata and tensors of a mapped file (version 2 or 3, little-endian), from its fifth byte on. Raise
     ValueError, KeyError, ArithmeticError or struct.error if the header is not valid."""
     data.seek(4)
@@ -83,7 +86,7 @@ def _tables(data: mmap.mmap) -> tuple[dict[str, Any], tuple[GgufTensor, ...]]:
         key, (kind,) = _string(data), _numbers(data, "I")
         if key in values:
             raise ValueError(f"{key!r} is there twice")
-        values[key] = _value(data, kind)
+        values[key] = _value(data, kind, key in arrays)
     infos = []
     for _ in range(tensor_count):
         name, (dimensions,) = _string(data), _numbers(data, "I")
@@ -114,18 +117,22 @@ def _string(data: mmap.mmap) -> str:
     return data.read(size).decode("utf-8", errors="replace")
 
 
-def _value(data: mmap.mmap, kind: int) -> Any:
-    """Return a value; None for an array, which is skipped. `seek` raises ValueError beyond the end of the file."""
+def _value(data: mmap.mmap, kind: int, read_array: bool) -> Any:
+    """Return a value; None for an array that is not to be read. `seek` raises ValueError beyond the end of the file."""
     if kind == _STRING:
         return _string(data)
     if kind != _ARRAY:
         return _numbers(data, _SCALARS[kind])[0]
     element, count = _numbers(data, "IQ")
+    if read_array and element in _SCALARS:
+        return list(_numbers(data, f"{count}{_SCALARS[element]}"))
     if element in _SCALARS:
         data.seek(count * struct.calcsize("<" + _SCALARS[element]), os.SEEK_CUR)
     elif element == _STRING:
         if 8 * count > len(data) - data.tell():
             raise ValueError(f"{count} strings at {data.tell()} go beyond the end of the file")
+        if read_array:
+            return [_string(data) for _ in range(count)]
         for _ in range(count):
             data.seek(_numbers(data, "Q")[0], os.SEEK_CUR)
     else:

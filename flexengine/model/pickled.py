@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexengine.errors import BadCheckpoint
-from flexengine.model.files import indexed_files, regular_file
+from flexengine.model.files import indexed_files, model_file
 from flexengine.model.shards import write_shards
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -24,7 +24,7 @@ def conversion(path: Path, trust_remote_code: bool) -> tuple[list[Path], Callabl
     trust_remote_code: copy its Python files too."""
     patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
     small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
-    copied = [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
+    copied = [model_file(file) for file in small if not file.name.endswith(".bin.index.json")]
     shards = bin_shards(path)
     return [*shards, *copied], partial(convert_bin, shards, copied)
 
@@ -35,7 +35,7 @@ def bin_shards(path: Path) -> list[Path]:
     index = path / "pytorch_model.bin.index.json"
     if os.path.lexists(index):
         return indexed_files(index)
-    return [regular_file(file) for file in sorted(path.glob("pytorch_model*.bin"))]
+    return [model_file(file) for file in sorted(path.glob("pytorch_model*.bin"))]
 
 
 def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path) -> None:
@@ -64,8 +64,11 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
     except BadCheckpoint:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
-        raise BadCheckpoint(f"{file} is refused: {type(error).__name__}: {reason[0]}") from error
+        # torch's own text advises to load the file with weights_only=False, which would run code in it.
+        fault = "it holds objects other than tensors" if "GLOBAL" in str(error) else "it is damaged or no file of torch"
+        fault = str(error) if isinstance(error, OSError) else f"{fault} ({type(error).__name__})"
+        remedy = "download it again, or take the model's safetensors checkpoint"
+        raise BadCheckpoint(f"{file} is refused: {fault}; {remedy}") from error
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
     ):

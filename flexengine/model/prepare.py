@@ -25,7 +25,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.verify import Verifier, write_sums
 from flexengine.read_retries import opened
 
-FORMAT = 1  # part of every key; raise it when the conversion changes
+FORMAT = 2  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
 NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
 _MIB = 2**20

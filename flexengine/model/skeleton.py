@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flexengine.codec.forms import WeightFormat
 from flexengine.model.checkpoint import Loading
+from flexengine.model.config import context_of
 from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Pause, PausingHead, Query
 from flexengine.model.linear import FastConv1D, FastLinear, Invariance, Product, is_experts
 
@@ -142,7 +143,7 @@ class Skeleton:
     @property
     def context_length(self) -> int | None:
         """Maximum number of tokens of a sequence; None if the config does not state it."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return context_of(self.config)
 
     def use_forms(self, forms: dict[str, WeightFormat]) -> None:
         """Set the format of every encoded weight on its module."""

@@ -3,14 +3,24 @@
 import logging
 import re
 from dataclasses import dataclass
+from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from flexengine.activity import activity
+from flexengine.activity import activity, message
 from flexengine.errors import FlexError, ModelNotFound
-from flexengine.model.files import DEMO_PACKAGE, MODEL_FILES, SUFFIXES, WEIGHT_FILES, read_json, set_links, weights_in
+from flexengine.model.files import (
+    ADAPTER_CONFIG,
+    DEMO_PACKAGE,
+    MODEL_FILES,
+    SUFFIXES,
+    WEIGHT_FILES,
+    read_json,
+    set_links,
+    weights_in,
+)
 
 if TYPE_CHECKING:
     from flexengine.model.verify import Verifier
@@ -18,6 +28,11 @@ if TYPE_CHECKING:
 MAX_CONFIG_BYTES = 1 << 20
 HUB_SECONDS = 20.0  # time limit of the first request
 _KINDS = "a model is a directory, a .gguf file or a hub id"
+_OTHER_WEIGHTS = ("*.index.json", "*.gguf", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.onnx")
+_MERGE = (
+    "merge it first, with peft: PeftModel.from_pretrained(model, adapter).merge_and_unload(), then"
+    " save_pretrained(directory), and give that directory"
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 _HUB_SKIPPED = ["*/*", "consolidated*", "*.bin.index.json"]
@@ -51,6 +66,8 @@ def resolve(
     path, name = located(model, trust_remote_code, allow_symlinks=allow_symlinks)
     directory = path.is_dir()
     conversion = WEIGHT_FILES[check_directory(path)] if directory else MODEL_FILES[path.suffix.lower()]
+    if directory and (path / ADAPTER_CONFIG).is_file():
+        message(f"{path} holds {_adapter(path)}, which is not applied; to apply it, {_MERGE}", logging.WARNING)
     if verifier:
         (verifier.directory if directory else verifier.gguf)(path)
     if conversion is None:
@@ -100,19 +117,43 @@ def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
     owner, _, name = model.partition("/")
     looks_like_path = model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
     if looks_like_path or model.lower().endswith(SUFFIXES) or (name and Path(owner).exists()):
-        raise ModelNotFound(f"there is no model at {path}; {_KINDS}")
+        pattern = "this is a pattern that no shell has expanded, and " if has_magic(model) else ""
+        raise ModelNotFound(f"there is no model at {path}; {pattern}{_KINDS}")
     return None
 
 
 def check_directory(path: Path) -> str:
     """Return the pattern of a directory's weights. Raise ModelNotFound if it lacks a config or weights."""
     if not (path / "config.json").is_file():
-        ggufs = sorted(file.name for file in path.glob("*.gguf"))
-        hint = f"; it holds {ggufs[0]}: give that file as the model" if ggufs else "; a model directory has one"
-        raise ModelNotFound(f"{path} has no config.json{hint}")
+        raise ModelNotFound(f"{path} {_without_config(path)}")
     if (pattern := weights_in(path)) is None:
-        raise ModelNotFound(f"{path} has a config.json but no weights ({' or '.join(WEIGHT_FILES)})")
+        others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern))
+        hint = f"; it holds {others[0]}" if others else ""
+        raise ModelNotFound(f"{path} has a config.json but no weights ({' or '.join(WEIGHT_FILES)}){hint}")
     return pattern
+
+
+def _without_config(path: Path) -> str:
+    """Return what a directory without a config.json is, and what to give as the model instead."""
+    if (path / ADAPTER_CONFIG).is_file():
+        return f"is {_adapter(path)}: {_MERGE}"
+    levels = ("*", "snapshots/*", "models--*/snapshots/*")  # of a folder, a repository in the hub's cache, the cache
+    if inner := sorted(file.parent for level in levels for file in path.glob(f"{level}/config.json")):
+        main = path / "refs" / "main"
+        revision = main.read_text(errors="replace").strip() if main.is_file() else ""
+        chosen = next((place for place in inner if place.name == revision), inner[0])
+        return f"has no config.json, but {chosen} has one: give that directory as the model"
+    if ggufs := sorted(file.name for file in path.glob("*.gguf")):
+        return f"has no config.json; it holds {ggufs[0]}: give that file as the model"
+    return "has no config.json; a model directory has one"
+
+
+def _adapter(path: Path) -> str:
+    """Return the kind of the adapter in a directory, and its model. Raise BadCheckpoint if its config is damaged."""
+    values = read_json(path / ADAPTER_CONFIG, MAX_CONFIG_BYTES)
+    values = values if isinstance(values, dict) else {}
+    kind = str(values.get("peft_type") or "adapter").replace("LORA", "LoRA")
+    return f"a {kind} adapter of {values.get('base_model_name_or_path') or 'another model'}"
 
 
 def demo_file() -> Path:

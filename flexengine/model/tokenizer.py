@@ -4,12 +4,13 @@ import json
 import os
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_fault, library_faults, shown
-from flexengine.model.files import regular_file
+from flexengine.model.files import model_file
 
 _GENERATION = "generation_config.json"
 # Settings of generate(do_sample=False) of transformers that change tokens, with the value that changes none.
@@ -23,8 +24,11 @@ _CHANGING: dict[str, Any] = dict.fromkeys(
 _CHANGING |= dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "num_beams", "guidance_scale"), 1)
 _CHANGING |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0)
 _CONFIG = "tokenizer_config.json"
-_NAMES = ("tokenizer.json", "tokenizer.model", _CONFIG, "vocab.json")
+_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", _CONFIG, "vocab.json")
 _READ = ("*.json", "*.model", "tokenizer.model*", "*.jinja", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
+# Extra of flexengine, and its modules, that read a file which may be a model's only tokenizer.
+_READERS = {"sentencepiece": ("sentencepiece", "google.protobuf"), "tiktoken": ("tiktoken",)}
+_READERS["mistral"] = ("mistral_common",)
 _HINT = "; it has its own Python code, which runs only with --trust-remote-code: read the code before you set it"
 
 
@@ -34,7 +38,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     if not any(os.path.lexists(directory / name) for name in _NAMES):
         return None
     for file in sorted(file for pattern in _READ for file in directory.glob(pattern)):
-        regular_file(file, directory)
+        model_file(file, directory)
     path = directory / _CONFIG
     settings = _settings(path)
     for name in settings.get("fast_tokenizer_files") or []:
@@ -42,8 +46,13 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
             raise InvalidInput(f"{path} names {name!r}, which is not a file name in that directory")
     from transformers import AutoTokenizer
 
+    whole = any(os.path.lexists(directory / name) for name in ("tokenizer.json", "vocab.json"))
+    if not whole and "auto_map" not in settings:
+        _check_reader(directory)
+    # transformers otherwise prefers mistral-common, if it is installed, to the tokenizer.json beside a tekken.json
+    options = {"mistral_format": False} if whole else {}
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **options)
     except BaseException as error:
         if not is_fault(error):
             raise
@@ -51,10 +60,34 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error or repr(error)}{hint}") from error
 
 
+def _check_reader(directory: Path) -> None:
+    """Raise InvalidInput if the only tokenizer of a directory is a file whose reader is not installed."""
+    files = (directory / name for name in ("tekken.json", "tokenizer.model", "spiece.model"))
+    if (file := next((file for file in files if os.path.lexists(file)), None)) is None:
+        return
+    with file.open("rb") as stream:
+        binary = stream.read(1) == b"\n"  # of sentencepiece; tiktoken's files are lines of text
+    extra = "mistral" if file.suffix == ".json" else "sentencepiece" if binary else "tiktoken"
+    missing = [module for module in _READERS[extra] if not _installed(module)]
+    if missing:
+        names = " and ".join(module.removeprefix("google.").replace("_", "-") for module in missing)
+        raise InvalidInput(
+            f"the tokenizer in {directory} is only in {file.name}, which cannot be read without {names}:"
+            f" type `pip install 'flexengine[{extra}]'`, or put the model's tokenizer.json beside it"
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
 def _settings(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a model directory, {} if there is none. Raise as `eos_tokens`."""
     try:
-        settings = json.loads(regular_file(path).read_bytes()) if os.path.lexists(path) else {}
+        settings = json.loads(model_file(path).read_bytes()) if os.path.lexists(path) else {}
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: {type(error).__name__}: {error}") from error
     if not isinstance(settings, dict):

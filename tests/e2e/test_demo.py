@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
 from flexengine.errors import ModelNotFound
@@ -68,7 +69,11 @@ def theirs() -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), model.eval()
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        # As in the tokenizer.json of SmolLM2: transformers does not know the name "smollm" in a GGUF file.
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        return tokenizer, model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -129,5 +134,9 @@ def test_demo_tokenizer_is_that_of_transformers(theirs: tuple[Any, Any], demo: P
         assert ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation) == (
             known.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation)
         )
+    steps = "How to make tea:\n\n1. Boil the water.\n\n2."
+    right = [2020, 288, 919, 7188, 42, 1116, 33, 30, 4499, 301, 260, 913, 30, 1116, 34, 30]
+    assert ours(steps)["input_ids"] == right
+    assert len(ours("Shopping list:\n\n3 apples\n\n2 pears\n\n")["input_ids"]) == 11
     assert ours.model_max_length == 8192
     assert (ours.eos_token_id, ours.bos_token_id) == (known.eos_token_id, known.bos_token_id)

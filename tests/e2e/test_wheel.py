@@ -91,7 +91,19 @@ def test_every_import_is_declared(metadata: Message) -> None:
     assert base - imported() == UNIMPORTED
     used = required(metadata, "all") - base
     named = metadata.get_all("Provides-Extra", [])
-    extras = ("parquet", "zst", "plot", "report", "cuda", "ray", "wrangle", "lm-eval")
+    extras = (
+        "parquet",
+        "zst",
+        "sentencepiece",
+        "tiktoken",
+        "mistral",
+        "plot",
+        "report",
+        "cuda",
+        "ray",
+        "wrangle",
+        "lm-eval",
+    )
     assert used == {name for extra in extras if extra in named
                     for name in required(metadata, extra) - base}  # fmt: skip
     assert required(metadata, "dev") >= required(metadata, "test") | required(metadata, "lint")

@@ -247,6 +247,12 @@ def test_a_full_temporary_directory_is_named(tmp_path, monkeypatch):
         InputRows("/dev/fd/" + str(os.open(written(tmp_path, b"{}"), os.O_RDONLY)))
 
 
+def test_a_pattern_in_quotes_is_answered_as_one(tmp_path):
+    written(tmp_path, b"", "part-results.jsonl")
+    with pytest.raises(InvalidInput, match=r"a job has one input, and this is a pattern .*: leave the quotes out$"):
+        InputRows(tmp_path / "part-*.jsonl")
+
+
 def test_a_file_with_a_similar_name_is_suggested(tmp_path):
     written(tmp_path, b"", "prompts.jsonl")
     with pytest.raises(InvalidInput, match=rf"No such file.*; did you mean {tmp_path}/prompts\.jsonl\?"):

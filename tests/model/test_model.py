@@ -97,8 +97,31 @@ def test_missing_extra_and_misshapen_tensors_are_all_listed(families: Any, tmp_p
     with pytest.raises(BadCheckpoint) as caught:
         Engine(broken(families, tmp_path, change), device="cpu")
     shape = "model.norm.weight (63,) instead of (64,)"
-    for part in ("missing: model.layers.2.mlp.up_proj.weight", shape, "layers.9.extra"):
+    remedy = "if they may be left out, load it with transformers and save it again (save_pretrained)"
+    for part in ("missing: model.layers.2.mlp.up_proj.weight", shape, "layers.9.extra", remedy):
         assert part in str(caught.value)
+
+
+def test_tensors_of_other_uses_are_ignored_with_one_message(families: Any, tmp_path: Path, caplog: Any) -> None:
+    """Value heads, classes, scales of an 8-bit KV cache, multi-token prediction, and layers beyond the config's."""
+    known = families("llama")
+    count = known.model.config.num_hidden_layers
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        layer = {n: t for n, t in tensors.items() if n.startswith("model.layers.0.")}
+        tensors |= {n.replace(".0.", f".{count}.", 1): t.clone() for n, t in layer.items()}
+        for name in (
+            "v_head.summary.weight", "score.weight", "model.layers.0.self_attn.k_scale", "mtp.fc.weight",
+            f"model.layers.{count}.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq",
+        ):  # fmt: skip
+            tensors[name] = torch.ones(2)
+
+    with caplog.at_level("WARNING"), Engine(broken(families, tmp_path, change), device="cpu") as engine:
+        assert engine.generate(known.rows[:1], GREEDY)[0].token_ids == known.expected[0]
+    (line,) = [record.getMessage() for record in caplog.records if "are ignored" in record.getMessage()]
+    assert line.startswith(f"{4 + len([n for n in known.model.state_dict() if '.layers.0.' in n]) + 1} tensors")
+    for what in ("values and classes", "8-bit KV cache", "multi-token prediction", f"beyond the {count} of the config"):
+        assert what in line
 
 
 def test_truncated_shards_are_refused_at_every_length(families: Any, tmp_path: Path) -> None:

@@ -185,6 +185,9 @@ def correct_command(word: str, words: Sequence[str], known: Sequence[str]) -> st
             return f"{word} is called {name} here: {command_text(name, words)}"
     if word in SCORE:
         return f"texts are scored by run --score: {command_text('run', ['--score', *words])}"
+    place = next((n for n, other in enumerate(words) if other in known), None) if word.startswith("-") else None
+    if place is not None:
+        return f"the command comes first: {command_text(words[place], [word, *words[:place], *words[place + 1 :]])}"
     if word.startswith("-") or Path(word).exists() or Path(word).suffix in (".jsonl", ".csv", ".txt", ".parquet"):
         return f"the command comes first: {command_text('run', [word, *words])}"
     return None

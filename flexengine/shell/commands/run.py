@@ -41,7 +41,9 @@ _VERIFY = """
           file names), and prepared weights with their own
 """
 _DRY_RUN = """
---dry-run  print the plan and its predictions, without loading weights; flexengine plan also plans for other machines
+--dry-run  print the plan and its predictions, and generate nothing; the first time, this converts the model if it must
+           be converted, and measures the machine and the model's layers, for a minute or two; flexengine plan also
+           plans for other machines
 """
 _LOSSY = """\
 switches that save time and memory; results then differ from those of the checkpoint's own numbers; flexengine quality

@@ -83,6 +83,7 @@ PIPED = [
     ("run a.jsonl b.jsonl", "cat a.jsonl b.jsonl | flexengine run -"),
 ]
 COMMANDS = [
+    ("-q plan m", "plan -q m"),
     ("p.jsonl --max-tokens 5", "run p.jsonl --max-tokens 5"),
     ("generate p.jsonl", "run p.jsonl"),
     ("run-batch -i p.jsonl -o out.jsonl", "run -i p.jsonl -o out.jsonl"),

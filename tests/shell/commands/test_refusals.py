@@ -18,6 +18,7 @@ from tests.helpers.job import Job
     ("arguments", "messages"),
     [
         (["--model", "/nowhere/m"], ["no model at /nowhere/m", "a model is a directory, a .gguf file or a hub id"]),
+        (["--model", "/nowhere/*"], ["no model at /nowhere/*; this is a pattern that no shell has expanded"]),
         (["--policy", "/nowhere/p.json"], ["there is no policy file /nowhere/p.json", "a name (shipped policies: "]),
         (["--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
         (["--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
