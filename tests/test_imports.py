@@ -209,7 +209,7 @@ def test_threads_are_made_in_few_places() -> None:
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
     known = {"runtime.lane", "runtime.execute", "tier.disk", "guests.flash.reader",
-             "guests.stages.group", "guests.wire.link", "model.encoding",
+             "guests.stages.group", "guests.wire.link", "guests.wire.gate", "model.encoding",
              *(f"guests.attention_workers.{name}" for name in ("client", "pool", "server", "workers"))}  # fmt: skip
     assert makers <= known
 

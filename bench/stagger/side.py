@@ -18,6 +18,7 @@ from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer, PendingQuestion
 from flexengine.guests.attention_workers.workers import address_of, serve_forever
+from flexengine.guests.wire.secret import secret_for
 
 
 def pool(job: dict[str, Any]) -> None:
@@ -32,7 +33,8 @@ def pool(job: dict[str, Any]) -> None:
 
     AttentionServer._attend = slowed  # type: ignore[method-assign]
     with socket.create_server(address_of(job["address"])) as server:
-        serve_forever(server, WorkerPool(1 << 26), lambda text: print(text, file=sys.stderr))
+        say = lambda text: print(text, file=sys.stderr)  # noqa: E731
+        serve_forever(server, WorkerPool(1 << 26), say, secret_for("127.0.0.1"))
 
 
 def engine(job: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import nn
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.guests.wire.link import Connection
+from flexengine.guests.wire.secret import prove, secret_for
 from flexengine.model.linear import FastLinear
 
 
@@ -75,7 +76,9 @@ def main() -> None:
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
     with socket.create_server(("127.0.0.1", 0)) as listening:
         print(listening.getsockname()[1], flush=True)
-        server = AttentionServer(Connection(listening.accept()[0]), WorkerPool(memory))
+        connection = listening.accept()[0]
+        prove(connection, secret_for("127.0.0.1"), accepts=True)
+        server = AttentionServer(Connection(connection), WorkerPool(memory))
     server.kernels = SlowKernels(server.kernels, seconds)  # type: ignore[assignment]
     server.run()
 

@@ -12,6 +12,8 @@ Only names that flexengine gives are items; links are never followed. Items are 
 | hardware | <key>.json | rates |
 | | <key>.<8 characters> | leftovers |
 | offload | flexengine-<...>.spill, flexengine-<...>.measuring | leftovers |
+
+The file `secret` (`guests.wire.secret`) is no item: running processes may have read it.
 """
 
 import errno
@@ -138,7 +140,7 @@ def contents(root: Path) -> Contents:
             for entry in sorted(os.scandir(top), key=lambda e: e.name):
                 if entry.name in FOLDERS and entry.is_dir(follow_symlinks=False):
                     _list_folder(found, top, entry.name)
-                else:
+                elif entry.name != "secret":
                     found.ignored.append((entry.name, _foreign(entry)))
     except FileNotFoundError:
         return found

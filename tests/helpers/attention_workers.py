@@ -15,6 +15,7 @@ from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.guests.attention_workers.workers import WorkerTier, serve_forever
 from flexengine.guests.wire.link import Broken, Connection
+from flexengine.guests.wire.secret import secret_for
 from flexengine.places import worker_names
 from flexengine.schedule.batches import Batch
 from flexengine.worker.worker import Worker
@@ -73,11 +74,11 @@ def listening(memory: int, folder: Path | None = None, timeout: float | None = N
         folder: as in `WorkerPool`.
         timeout: of the socket, in seconds.
     """
-    said = list[str]()
+    said, secret = list[str](), secret_for("127.0.0.1")
 
     def run(server: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the test closed the socket
-            serve_forever(server, WorkerPool(memory, folder), said.append)
+            serve_forever(server, WorkerPool(memory, folder), said.append, secret)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(timeout)

@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import secrets
 import signal
 import socket
 import warnings
@@ -32,6 +33,8 @@ from flexengine.apps.fleet.space import FleetMachine, Share, Space, space_for
 from flexengine.errors import FlexError, InvalidInput, MemberFailed
 from flexengine.guests.stages.group import PipelineGroup
 from flexengine.guests.stages.server import StageServer
+from flexengine.guests.wire.processes import STAGES_SECRET
+from flexengine.guests.wire.secret import SECRET, SECRET_FILE
 
 LOCAL, AUTO = "local", "auto"  # addresses: a Ray that this process starts, and the one that runs on this machine
 CONNECT_SECONDS = 10.0
@@ -39,7 +42,7 @@ PLACE_SECONDS = 600.0  # until the stages of a group must have a place
 MOST_GROUPS = 4  # groups of stages that may be lost with one shard
 MOST_DEATHS = 10  # of actors that run one shard; it may be the reason, as when it needs too much memory
 _CLIENT = "ray://"
-Address = tuple[str, int]  # host and port
+Address = tuple[str, int, str]  # host and port, and the secret of a group of stages
 
 
 @contextmanager
@@ -260,11 +263,11 @@ class StageActor:
         self._member: FleetMember | None = None
 
     def address(self) -> Address:
-        """Return host and port at which the stages of the group meet. Called for the first stage."""
+        """Return where the stages of the group meet. Called for the first stage."""
         host = ray.util.get_node_ip_address() if self.space.interface else "127.0.0.1"
         with socket.socket() as free:
             free.bind((host, 0))
-            self._address = (host, free.getsockname()[1])
+            self._address = (host, free.getsockname()[1], secrets.token_hex(32))
         return self._address
 
     def serve(self, address: Address) -> Failure | None:
@@ -294,12 +297,16 @@ class StageActor:
         """Return the group, after all stages have joined."""
         # Each process sees its own GPU only, as if it were alone on its machine.
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.space.stages), "LOCAL_RANK": "0",
-                       "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}  # fmt: skip
+                       "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
+                       STAGES_SECRET: address[2]}  # fmt: skip
         return PipelineGroup(self.space.interface)
 
 
 def _enter(recipe: Recipe) -> None:
-    """Make the command's working directory that of this process, if this machine has it."""
+    """Make the command's working directory that of this process, if this machine has it, and its secret, too."""
+    if recipe.secret:
+        os.environ.pop(SECRET_FILE, None)
+        os.environ[SECRET] = recipe.secret
     if os.path.isdir(recipe.folder):
         os.chdir(recipe.folder)
 

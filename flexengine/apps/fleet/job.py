@@ -70,6 +70,7 @@ class Recipe:
     agreed: Description | None = None  # what the first member described; None for this member
     began: datetime | None = None  # see JobRows
     folder: str = ""  # working directory of the command, where names of files in the options begin
+    secret: str = field(default="", repr=False)  # for connections; "" for that of each machine's environment
 
 
 @dataclass(frozen=True)

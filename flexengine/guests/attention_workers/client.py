@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flexengine.activity import message as say
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.guests.attention_workers.messages import (
     PROTOCOL,
+    TO_ENGINE,
     MessageKind,
     WorkerQuestion,
     WorkerTables,
@@ -93,10 +95,11 @@ class Client:
         self.shared: dict[int, Tensor] = {}  # by handle
         self._tickets = itertools.count()
         self._pending: dict[int, PendingAnswer] = {}
-        self._ready = queue.SimpleQueue[bool | WorkerLost]()
+        self._ready = queue.SimpleQueue[bool | str | WorkerLost]()  # text: what an engine waits for
         self._lost: WorkerLost | None = None
         self._lock, self._allocating = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
+        link.limits = TO_ENGINE
         try:
             number = secrets.randbits(62) if engine is None else engine
             link.send(MessageKind.HELLO, (PROTOCOL, number), text(identity()))
@@ -160,7 +163,9 @@ class Client:
         """Let no other engine measure this worker while the block runs. Entering it waits until they have ended."""
         with self._allocating:
             self._send(MessageKind.ALONE, (1,))
-            if isinstance(ready := self._ready.get(), WorkerLost):
+            while isinstance(ready := self._ready.get(), str):
+                say(f"{self.name}: {ready}")
+            if isinstance(ready, WorkerLost):
                 raise ready
         try:
             yield
@@ -252,6 +257,11 @@ class Client:
             self.others = message.numbers[3] - message.numbers[2]
             self._ready.put(bool(message.numbers[1]))
             return
+        if message.kind == MessageKind.WAITS:
+            self._ready.put(words(self.link.take()))
+            return
+        if message.kind == MessageKind.REFUSE:
+            raise Broken(words(self.link.take()))
         if message.kind not in (MessageKind.DATA, MessageKind.CACHED, MessageKind.ANSWER, MessageKind.FAILED):
             raise Broken(f"a message of unknown kind {message.kind} came")
         with self._lock:

@@ -4,13 +4,14 @@
 |---|---|---|---|
 | HELLO | engine | version of the protocol, number that the engine has drawn | version of flexengine, see `text` |
 | HELLO | worker | protocol, bytes for the engine, bytes of the worker, bytes/s of its file or 0, its number | name |
-| REFUSE | worker | | why it does not serve the engine |
+| REFUSE | worker | | why it does not serve the engine, or no longer |
 | BEAT | both | | none; shows that the process lives (`wire.link`) |
 | ALLOCATE | engine | handle, bytes | none |
 | READY | worker | handle, 1 or 0 (too little memory, or it cannot be mapped), then bytes as in HELLO | none |
 | SHARE | engine | handle, bytes, 1 or 0: whether they count as pages | an open file, which both processes map |
 | FREE | engine | handle | none |
 | ALONE | engine | 1 begins, 0 ends | none; no other engine measures this worker meanwhile; READY answers 1 |
+| WAITS | worker | | what an engine that said ALONE waits for |
 | WRITE | engine | handle, first byte | bytes for the memory |
 | READ | engine | ticket, handle, first byte, bytes | none |
 | DATA | worker | ticket | bytes of the memory |
@@ -31,21 +32,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.guests.wire.link import Broken
+from flexengine.guests.wire.link import MOST_BODY, MOST_TEXT, Broken
 
-PROTOCOL = 4  # raise it with every change of messages or of their meaning
+PROTOCOL = 5  # raise it with every change of messages or of their meaning
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 # Kinds of messages, numbered from 1; see the table. BEAT is that of `wire.link`.
 MessageKind = enum.IntEnum(
     "MessageKind",
-    "HELLO REFUSE BEAT ALLOCATE READY FREE WRITE READ DATA TABLES SINKS ASK ANSWER FAILED BYE SHARE ADD CACHED ALONE",
+    "HELLO REFUSE BEAT ALLOCATE READY FREE WRITE READ DATA TABLES SINKS ASK ANSWER FAILED BYE SHARE ADD CACHED ALONE"
+    " WAITS",
 )
+# Most bytes of a body that an engine takes, by kind. It compares those of DATA and ANSWER with what it has asked for.
+TO_ENGINE: dict[int, int] = {
+    **dict.fromkeys((MessageKind.HELLO, MessageKind.REFUSE, MessageKind.FAILED, MessageKind.WAITS), MOST_TEXT),
+    **dict.fromkeys((MessageKind.READY, MessageKind.CACHED), 0),
+    **dict.fromkeys((MessageKind.DATA, MessageKind.ANSWER), MOST_BODY),
+}
+
+
+def to_worker(pages: int, records: int) -> dict[int, int]:
+    """Return the most bytes of a body that a worker takes, by kind. pages, records: bytes of its memory for pages, and
+    for page tables and questions."""
+    kinds = MessageKind
+    limits: dict[int, int] = {kinds.SHARE: 1, kinds.WRITE: pages}
+    limits |= dict.fromkeys((kinds.TABLES, kinds.SINKS, kinds.ASK, kinds.ADD), records)
+    return limits | dict.fromkeys((kinds.ALLOCATE, kinds.FREE, kinds.ALONE, kinds.READ, kinds.BYE), 0)
 
 
 def text(words: str) -> Tensor:
     """Return text as a body. That of HELLO and REFUSE is UTF-8 in all protocols, so that processes of different
     versions can say why they part."""
-    return torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(words.encode()[:MOST_TEXT]), dtype=torch.uint8)
 
 
 def words(body: Tensor) -> str:

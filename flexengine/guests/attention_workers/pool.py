@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +25,13 @@ from flexengine.errors import InvalidInput
 from flexengine.tier.memory import aligned_buffer
 
 T = TypeVar("T")
+MOST_ENGINES = 256  # that are connected at the same time
+RECORDS = 128 << 20  # bytes of page tables and questions, unless another limit is given
+RECORD_BYTES = 4096  # of a record, beside its body
+LEAST_RECORDS, MOST_RECORDS = 16 << 20, 2 << 30  # bytes of --worker-mem that are kept for records
+LOOK_SECONDS = 0.2  # between two looks at whether a connection that waits has been replaced
+SAY_SECONDS = 2.0  # between two messages to an engine that waits until it may measure
+ALONE_SECONDS = 60.0  # for which an engine may measure while others wait
 MEASURED = 64 << 20  # bytes that are written and read to measure a disk
 
 
@@ -39,16 +46,19 @@ class WorkerPool:
         folder: directory of the files that hold pages; None if pages are in memory.
         file_rate: bytes per second of reads from such a file; 0 if pages are in memory.
         taken: bytes of pages that engines hold.
+        records: most bytes of page tables and of questions that wait, of all engines together.
         number: drawn at random; engines compare it, as a worker may have several addresses.
-        measured: held while an engine measures this worker, so that engines do not measure one another.
         thread: the thread that computes.
     """
 
-    def __init__(self, memory: int, folder: Path | None = None) -> None:
+    def __init__(self, memory: int, folder: Path | None = None, records: int = RECORDS) -> None:
         """Measure reads from a file, if pages are in files. Raise InvalidInput if there cannot be a file."""
         self.memory, self.taken, self.folder, self.number = memory, 0, folder, secrets.randbits(62)
         self.file_rate = 0 if folder is None else read_rate(folder, memory)
-        self.measured = threading.Lock()
+        self.records, self._recorded = records, 0
+        self._measured = threading.Lock()  # held while an engine measures this worker
+        # name of this engine, when it began, and a function that ends its connection
+        self._measurer: tuple[str, float, Callable[[str], None]] | None = None
         self._lock = threading.Lock()
         self._members: dict[int, Callable[[], None]] = {}  # by number of the engine
         self.thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
@@ -61,6 +71,15 @@ class WorkerPool:
             self.taken += nbytes
             return True
 
+    def record(self, nbytes: int) -> bool:
+        """Book bytes of page tables and questions; fewer if the number is negative. Return False, without booking any,
+        if they are too many."""
+        with self._lock:
+            if nbytes > self.records - self._recorded:
+                return False
+            self._recorded += nbytes
+            return True
+
     def buffer(self, nbytes: int) -> Tensor:
         """Return new memory, uint8, zeros. Raise MemoryError or OSError if there is none."""
         return aligned_buffer(nbytes) if self.folder is None else new_file(self.folder, nbytes)
@@ -69,13 +88,18 @@ class WorkerPool:
         with self._lock:
             self.taken -= nbytes
 
-    def join(self, engine: int, leave: Callable[[], None]) -> None:
+    def join(self, engine: int, leave: Callable[[], None]) -> bool:
         """Add a connection of an engine, by the number that it has drawn. If the engine has an older one, which is
-        lost, the older one ends first. leave: ends the connection, and returns when its memory is given back."""
+        lost, the older one ends first. leave: ends the connection, and returns when its memory is given back.
+        Return False if MOST_ENGINES others are connected."""
         with self._lock:
-            older, self._members[engine] = self._members.get(engine), leave
+            older = self._members.get(engine)
+            if older is None and len(self._members) >= MOST_ENGINES:
+                return False
+            self._members[engine] = leave
         if older is not None:
             older()
+        return True
 
     def part(self, engine: int, leave: Callable[[], None]) -> None:
         """Remove a connection, unless a newer one has replaced it."""
@@ -83,9 +107,69 @@ class WorkerPool:
             if self._members.get(engine) == leave:
                 del self._members[engine]
 
+    def begin_alone(self, name: str, leave: Callable[[str], None], wait: Callable[[str], None]) -> None:
+        """Wait until no other engine measures this worker. An engine that measures for too long loses its connection.
+
+        Args:
+            name: of the engine.
+            leave: ends its connection; gets the reason.
+            wait: called again and again, now and then with what the engine waits for, else with ""; may raise an error.
+        """
+        said = time.monotonic()
+        while not self._measured.acquire(timeout=LOOK_SECONDS):
+            wait("")
+            if (measurer := self._measurer) is not None and time.monotonic() - said > SAY_SECONDS:
+                said, (other, began, end) = time.monotonic(), measurer
+                wait(f"waiting for {other}, which has measured it for {said - began:.0f} s")
+                if said - began > ALONE_SECONDS:
+                    end(f"it measured for over {ALONE_SECONDS:g} s while others waited")
+        self._measurer = name, time.monotonic(), leave
+
+    def end_alone(self) -> None:
+        """Let the next engine measure."""
+        self._measurer = None
+        self._measured.release()
+
     def close(self) -> None:
         """End the thread that computes. Work that it has not begun is cancelled."""
         self.thread.shutdown(cancel_futures=True)
+
+
+class RecordsFull(Exception):
+    """Page tables and questions of all engines are too many."""
+
+
+class Records:
+    """Booked bytes of one engine's page tables, sinks, questions and handles."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool, self._booked = pool, dict[Hashable, int]()
+
+    def __contains__(self, record: Hashable) -> bool:
+        return record in self._booked
+
+    def book(self, record: Hashable, nbytes: int) -> None:
+        """Book bytes of a record, in place of those that it had. Raise RecordsFull if they are too many."""
+        nbytes += RECORD_BYTES
+        if not self._pool.record(nbytes - self._booked.get(record, 0)):
+            raise RecordsFull(
+                f"a message of {nbytes:,} bytes came, but page tables and questions of all engines may have"
+                f" {self._pool.records:,} bytes together; give it a larger --worker-mem"
+            )
+        self._booked[record] = nbytes
+
+    def drop(self, *records: Hashable) -> None:
+        """Give back the bytes of records, if they are booked."""
+        self._pool.record(-sum(self._booked.pop(record, 0) for record in records))
+
+    def drop_all(self, kind: type = object) -> None:
+        """Give back the bytes of all records whose names are of a type."""
+        self.drop(*[record for record in list(self._booked) if isinstance(record, kind)])
+
+
+def records_of(memory: int) -> int:
+    """Return the part of a worker's memory that is kept for page tables and questions: an eighth, within limits."""
+    return min(max(memory // 8, min(memory // 2, LEAST_RECORDS)), MOST_RECORDS)
 
 
 def mapped_file(descriptor: int, nbytes: int) -> Tensor:

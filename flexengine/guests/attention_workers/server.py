@@ -9,7 +9,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -26,14 +26,15 @@ from flexengine.guests.attention_workers.messages import (
     WorkerQuestion,
     WorkerTables,
     text,
+    to_worker,
     words,
 )
-from flexengine.guests.attention_workers.pool import WorkerPool, mapped_file
-from flexengine.guests.wire.link import SILENT_SECONDS, Broken, Connection, Message, unpack
+from flexengine.guests.attention_workers.pool import MOST_ENGINES, Records, RecordsFull, WorkerPool, mapped_file
+from flexengine.guests.wire.link import MOST_TEXT, SILENT_SECONDS, Broken, Connection, Message, unpack
 from flexengine.kernels.base import AttentionOptions
 from flexengine.tier.base import aligned
 
-LOOK_SECONDS = 0.2  # between two looks at whether a connection that waits has been replaced
+Parts = tuple[Tensor, ...] | None  # of an answer: none yet, or none that the engine still waits for
 
 
 @dataclass
@@ -62,19 +63,23 @@ class AttentionServer:
     Args:
         link: the connection.
         pool: memory and processors, shared with other connections.
+        name: of the engine, for messages.
     """
 
-    def __init__(self, link: Connection, pool: WorkerPool) -> None:
+    def __init__(self, link: Connection, pool: WorkerPool, name: str = "the engine that started the worker") -> None:
         self.kernels = kernels.load()
         self.sinks: dict[int, Tensor] = {}  # fp32 [heads], by layer
-        self.link, self.pool = link, pool
+        self.link, self.pool, self.name = link, pool, name
+        self._records = Records(pool)
+        self._ousted = ""  # why the worker has ended the connection
         self.engine = 0  # number that the engine has drawn
         self._alone = False  # whether this engine measures
         self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
         self._counted = set[int]()  # handles of memory for pages
         self._tables: dict[tuple[int, int], WorkerTables] = {}  # by gpu_batch and group
         self._first: dict[int, PendingQuestion] = {}  # by ticket: questions whose keys and values have not come
-        self._asked = queue.SimpleQueue[tuple[PendingQuestion, Future[tuple[Tensor, ...] | None]] | None]()
+        # with the records that end with the answer
+        self._asked = queue.SimpleQueue[tuple[PendingQuestion, Future[Parts], tuple[Hashable, ...]] | None]()
         self._ended, self._leaving, self._left = (threading.Event() for _ in range(3))
 
     def run(self) -> None:
@@ -87,8 +92,12 @@ class AttentionServer:
             while (message := self.link.receive()).kind != MessageKind.BYE:
                 try:
                     self._handle(message)
+                except RecordsFull as error:
+                    self._refuse(str(error))
                 except (RuntimeError, ValueError, MemoryError) as error:  # of a body that is no tensor of its kind
                     raise Broken(f"a message of kind {message.kind} cannot be read ({error})") from error
+        except Broken as error:
+            raise Broken(self._ousted or str(error)) from error
         finally:
             self._ended.set()
             self._asked.put(None)
@@ -101,27 +110,44 @@ class AttentionServer:
             if self._alone:
                 self._end_alone()
             self.pool.give_back(taken)
+            self._records.drop_all()
             self.pool.part(self.engine, self.leave)
             self._left.set()
 
-    def leave(self) -> None:
+    def leave(self, why: str = "it has connected again") -> None:
         """End the connection, and return when its memory is given back."""
+        self._ousted = self._ousted or why
         self._leaving.set()
         self.link.close()
         self._left.wait(SILENT_SECONDS / 2)  # the new connection waits for its greeting
 
     def _greet(self) -> None:
+        self.link.limits = {MessageKind.HELLO: MOST_TEXT}
         hello = self.link.receive()
         engine = words(self.link.take())
         own = identity()
         if hello.kind != MessageKind.HELLO or hello.numbers[0] != PROTOCOL or engine != own:
-            why = f"it runs {own}, protocol {PROTOCOL}, but the engine runs {engine}, protocol {hello.numbers[0]}"
-            self.link.send(MessageKind.REFUSE, (), text(why))
-            raise Broken(why)
+            other = f"the engine runs {engine}, protocol {hello.numbers[0]}"
+            self._refuse(f"it runs {own}, protocol {PROTOCOL}, but {other}")
         self.engine, pool = hello.numbers[1], self.pool
-        pool.join(self.engine, self.leave)
+        self.link.limits = to_worker(pool.memory, pool.records)
+        if not pool.join(self.engine, self.leave):
+            self._refuse(f"{MOST_ENGINES} engines use it, the most; end one of them, or start another worker")
         numbers = PROTOCOL, pool.memory - pool.taken, pool.memory, pool.file_rate, pool.number
         self.link.send(MessageKind.HELLO, numbers, text(f"{os.uname().nodename}, process {os.getpid()}"))
+
+    def _refuse(self, why: str) -> None:
+        """Tell the engine why its connection ends, and raise Broken."""
+        self.link.send(MessageKind.REFUSE, (), text(why))
+        self.link.finish()
+        raise Broken(why)
+
+    def _drop_first(self, batch: int | None = None) -> None:
+        """Forget the questions of a gpu_batch, or of all, whose keys and values have not come."""
+        gone = [ticket for ticket, asked in self._first.items() if batch in (None, asked.question.batch)]
+        for ticket in gone:
+            del self._first[ticket]
+            self._records.drop(ticket)
 
     def _handle(self, message: Message) -> None:
         link, (a, b, c, d, e) = self.link, message.numbers
@@ -140,9 +166,12 @@ class AttentionServer:
             freed = len(self._held[a]) if a in self._counted else 0
             self._counted.discard(a)
             self._held.pop(a, None)
+            self._records.drop(("held", a))
             if not self._held:
-                for known in (self._tables, self.sinks, self._first):
-                    known.clear()
+                self._drop_first()
+                self._tables.clear()
+                self.sinks.clear()
+                self._records.drop_all(tuple)  # questions that are being answered remain
             self.pool.give_back(freed)
         elif message.kind == MessageKind.WRITE:
             link.take_into(self._part(a, b, message.nbytes))
@@ -150,31 +179,37 @@ class AttentionServer:
             link.send(MessageKind.DATA, (a,), self._part(b, c, d))
         elif message.kind == MessageKind.TABLES:
             # A sweep of which the engine sends no keys and values any more broke off.
-            self._first = {ticket: asked for ticket, asked in self._first.items() if asked.question.batch != a}
+            self._drop_first(a)
+            self._records.book(("tables", a, b), message.nbytes)
             self._tables[a, b] = WorkerTables.unpack(link.take().view(torch.int32), c, d, e)
         elif message.kind == MessageKind.SINKS:
+            self._records.book(("sinks", a), message.nbytes)
             self.sinks[a] = link.take().view(torch.float32)
         elif message.kind == MessageKind.ASK:
-            self._ask(a, b, c)
+            self._ask(a, b, c, message.nbytes)
         elif message.kind == MessageKind.ADD:
-            self._add(a, b, c)
+            self._add(a, b, c, message.nbytes)
         else:
             raise Broken(f"a message of unknown kind {message.kind} came")
 
     def _begin_alone(self) -> None:
         if self._alone:
             raise Broken("measuring begins twice")
-        while not self.pool.measured.acquire(timeout=LOOK_SECONDS):
-            if self._leaving.is_set():
-                raise Broken("the engine has connected again")
+        self.pool.begin_alone(self.name, self.leave, self._wait)
         self._alone = True
         self._ready(0, True)
+
+    def _wait(self, why: str) -> None:
+        if self._leaving.is_set():
+            raise Broken("the engine has connected again")
+        if why:
+            self.link.send(MessageKind.WAITS, (), text(why))
 
     def _end_alone(self) -> None:
         if not self._alone:
             raise Broken("measuring ends, but did not begin")
         self._alone = False
-        self.pool.measured.release()
+        self.pool.end_alone()
 
     def _ready(self, handle: int, ready: bool) -> None:
         others = self.pool.taken - self._taken
@@ -183,6 +218,7 @@ class AttentionServer:
     def _allocate(self, handle: int, nbytes: int, make: Callable[[int], Tensor], counted: bool = True) -> bool:
         if nbytes < 0 or handle in self._held:
             raise Broken(f"memory {handle} of {nbytes} bytes cannot be allocated")
+        self._records.book(("held", handle), 0)
         size = aligned(nbytes)
         if counted and not self.pool.take(size):
             return False
@@ -206,8 +242,11 @@ class AttentionServer:
             raise Broken(f"bytes {start} to {start + nbytes} of memory {handle} were named, which has {size}")
         return held[start : start + nbytes]
 
-    def _ask(self, ticket: int, layer: int, nbytes: int) -> None:
-        head = torch.empty(nbytes, dtype=torch.uint8)
+    def _ask(self, ticket: int, layer: int, nbytes: int, whole: int) -> None:
+        if ticket in self._records:
+            raise Broken(f"question {ticket} came twice")
+        self._records.book(ticket, 2 * whole)  # an answer is no larger than its question
+        head = torch.empty(min(nbytes, whole + 1), dtype=torch.uint8)
         self.link.take_into(head)
         question, vectors = unpack(head, WorkerQuestion), self.link.take()
         if question.shared is not None:
@@ -217,34 +256,35 @@ class AttentionServer:
             raise Broken(f"a question about layer {layer} of gpu_batch {question.batch} came before its page tables")
         asked = PendingQuestion(ticket, layer, question, vectors, tables)
         if question.first:
-            if ticket in self._first:
-                raise Broken(f"question {ticket} came twice")
             self._first[ticket] = asked
-        self._queue(asked, lambda: self._attend_cached(asked) if question.first else self._attend(asked))
+        work = self._attend_cached if question.first else self._attend
+        self._queue(asked, lambda: work(asked), *[] if question.first else [ticket])
 
-    def _add(self, ticket: int, at: int, nbytes: int) -> None:
-        vectors, asked = self.link.take(), self._first.pop(ticket, None)
+    def _add(self, ticket: int, at: int, nbytes: int, whole: int) -> None:
+        asked, record = self._first.pop(ticket, None), (ticket, "added")
         if asked is None:
             raise Broken(f"keys and values of question {ticket} came, whose queries did not go first")
+        self._records.book(record, 2 * whole)
+        vectors = self.link.take()
         if (shared := asked.question.shared) is not None:
             vectors = self._part(shared, at, nbytes)
-        self._queue(asked, lambda: self._attend_new(asked, vectors))
+        self._queue(asked, lambda: self._attend_new(asked, vectors), ticket, record)
 
-    def _queue(self, asked: PendingQuestion, work: Callable[[], tuple[Tensor, ...] | None]) -> None:
-        """Let the pool's thread compute a part of an answer, unless the connection has ended by then."""
+    def _queue(self, asked: PendingQuestion, work: Callable[[], Parts], *records: Hashable) -> None:
+        """Let the pool's thread compute a part of an answer, unless the connection has ended. Then drop `records`."""
 
-        def compute() -> tuple[Tensor, ...] | None:
+        def compute() -> Parts:
             if self._ended.is_set():
                 raise Broken("the connection has ended")
             return work()
 
-        self._asked.put((asked, self.pool.thread.submit(compute)))
+        self._asked.put((asked, self.pool.thread.submit(compute), records))
 
     def _reply(self) -> None:
         """Send answers in the order of the questions. After the connection has ended, wait for those that are being
         computed."""
         while (item := self._asked.get()) is not None:
-            asked, answer = item
+            asked, answer, records = item
             with contextlib.suppress(Broken):  # the connection has ended, so the thread that receives ends, too
                 try:
                     if (found := answer.result()) is not None:
@@ -252,6 +292,7 @@ class AttentionServer:
                 except Exception as error:  # told to the engine, whose job computes the rows again
                     self.link.send(MessageKind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
             del item, asked, answer
+            self._records.drop(*records)
 
     def _answer(self, asked: PendingQuestion, answer: tuple[Tensor, ...]) -> None:
         ask, kind = asked.question, MessageKind.ANSWER if answer else MessageKind.CACHED
@@ -286,7 +327,7 @@ class AttentionServer:
         asked.part = self._part_of(ask, q, pool, tables.cached(), form)
         return ()
 
-    def _attend_new(self, asked: PendingQuestion, vectors: Tensor) -> tuple[Tensor, ...] | None:
+    def _attend_new(self, asked: PendingQuestion, vectors: Tensor) -> Parts:
         """Append the new keys and values, and return what `_attend` does: attention over the new tokens, merged with
         that over the cached ones. A window of one token leaves the new token only. Sinks are in its denominator.
 

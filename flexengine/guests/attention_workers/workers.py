@@ -3,8 +3,8 @@
 Processes that this one starts end when it closes them. The stages of a pipeline share them: the process of the first
 stage starts them, and each listens at a Unix socket for the others.
 
-Workers on other machines are reached over TCP: `serve_forever` there, `connecting` here. Connections are neither
-encrypted nor authenticated, so the network must be trusted.
+Workers on other machines are reached over TCP: `serve_forever` there, `connecting` here. Both sides prove a shared
+secret first (`wire.secret`). Connections are not encrypted.
 """
 
 import contextlib
@@ -32,8 +32,10 @@ from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost, shown
 from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer
+from flexengine.guests.wire.gate import Gate
 from flexengine.guests.wire.link import Broken, Connection
 from flexengine.guests.wire.processes import INTERRUPTS, ChildProcess
+from flexengine.guests.wire.secret import WrongSecret, connect
 from flexengine.places import MOST_WORKERS, worker_names
 from flexengine.tier.base import Ledger, Region, Tier, aligned
 
@@ -285,19 +287,24 @@ class RemoteWorker(Client):
     patience = 20.0
 
     def __init__(self, place: str, address: str, engine: int | None = None) -> None:
-        """Connect to the worker at HOST:PORT. Raise InvalidInput if it refuses or the address is wrong, OutOfMemory if
-        other engines hold all its memory, WorkerLost if it does not listen there. engine: as in Client."""
+        """Connect to the worker at HOST:PORT. Raise InvalidInput if it refuses, has another secret, or the address is
+        wrong, OutOfMemory if other engines hold all its memory, WorkerLost if it does not listen there. engine: as in
+        Client."""
+        lost = partial(WorkerLost, place, f"{place} ({address})")
+        remedy = "check the address, or start flexengine serve-attention there"
         try:
-            connection = socket.create_connection(address_of(address), CONNECT_SECONDS)
+            connection = connect(address_of(address), CONNECT_SECONDS)
+        except WrongSecret as error:
+            raise InvalidInput(f"attention worker {place} ({address}): {error}") from error
+        except Broken as error:
+            raise lost(f"no attention worker answers there ({error}); {remedy}") from error
         except OSError as error:
             why = f"it does not answer ({error.strerror or error}); start it there with flexengine serve-attention"
-            raise WorkerLost(place, f"{place} ({address})", f"{why}, and run the same command again") from error
+            raise lost(f"{why}, and run the same command again") from error
         try:
             super().__init__(Connection(connection), place, engine=engine)
         except WorkerLost as error:
-            remedy = "check the address, or start flexengine serve-attention there"
-            why = f"no attention worker answers there ({error.why}); {remedy}"
-            raise WorkerLost(place, f"{place} ({address})", why) from error
+            raise lost(f"no attention worker answers there ({error.why}); {remedy}") from error
         if self.others:
             message(f"{self.name}: other engines hold {self.others:,} bytes of its memory; {self.memory:,} are left")
         if not self.memory:
@@ -313,7 +320,9 @@ def connecting(address: str) -> Callable[[str], RemoteWorker]:
     return partial(RemoteWorker, address=address, engine=secrets.randbits(62))
 
 
-def serve_forever(server: socket.socket, pool: WorkerPool, say: Callable[[str], None]) -> None:
+def serve_forever(
+    server: socket.socket, pool: WorkerPool, say: Callable[[str], None], secret: bytes | None = None
+) -> None:
     """Serve all engines that connect, each in threads of its own. A connection that ends frees its memory.
 
     Args:
@@ -321,15 +330,22 @@ def serve_forever(server: socket.socket, pool: WorkerPool, say: Callable[[str], 
             no timeout: on Linux, `accept` with a timeout spins, and does not return, after such a socket is shut down.
         pool: memory and processors for all engines; it is closed at the end.
         say: gets a line when a connection begins, and when it ends.
+        secret: what engines must prove; None for a socket that only this user can reach.
     """
+
+    def serve(connection: socket.socket, name: str) -> None:
+        engine = f"the engine at {name}"
+        say(f"serving {engine}")
+        try:
+            AttentionServer(Connection(connection), pool, engine).run()
+            say(f"{engine} has ended")
+        except Exception as error:  # Broken, or an error of a message that no engine sends; other engines go on
+            say(f"{engine} is lost: {error}")
+
+    gate = Gate(server, secret, serve, say)
     try:
         while True:
-            try:
-                connection, address = server.accept()
-            except TimeoutError:
-                continue
-            engine = "the engine at {} port {}".format(*address) if address else "an engine of this machine"
-            threading.Thread(target=_serve, args=(connection, pool, engine, say), daemon=True).start()
+            gate.accept()
     finally:
         pool.close()
 
@@ -370,12 +386,3 @@ def listening(pool: WorkerPool, path: str) -> Iterator[None]:
             server.shutdown(socket.SHUT_RDWR)
             serving.join()
             Path(path).unlink(missing_ok=True)
-
-
-def _serve(connection: socket.socket, pool: WorkerPool, engine: str, say: Callable[[str], None]) -> None:
-    say(f"serving {engine}")
-    try:
-        AttentionServer(Connection(connection), pool).run()
-        say(f"{engine} has ended")
-    except Exception as error:  # Broken, or an error of a message that no engine sends; other engines go on
-        say(f"{engine} is lost: {error}")

@@ -1,33 +1,36 @@
 """The group of processes that compute the stages of a model. The process of rank 0 computes the first stage, and drives
 the job.
 
-A process has a connection to the driver, for orders and results, and one to each neighbour, for hidden states. They
-meet in the store that torchrun, or the driver, serves. Frames wait in queues, so that no thread that computes waits for
-a socket. Frames of one channel arrive in order.
+A process has two connections to the driver, for values that all exchange and for orders and results, and one to each
+neighbour, for hidden states. They meet at the driver's address. Every connection begins with a proof of the secret
+(`wire.secret`). Frames wait in queues, so that no thread that computes waits for a socket. Frames of one channel arrive
+in order.
 """
 
 import contextlib
 import enum
 import json
 import os
-import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from flexengine.activity import message, messenger
 from flexengine.engine.stages import ProcessGroup
 from flexengine.errors import InvalidInput, StageLost
+from flexengine.guests.wire.gate import Gate
 from flexengine.guests.wire.link import MOST_BODY, Broken, Connection, pack, unpack
-from flexengine.guests.wire.processes import INTERFACE, LOCAL, ranks
+from flexengine.guests.wire.processes import INTERFACE, LOCAL, STAGES_SECRET, ranks
+from flexengine.guests.wire.secret import NoSecret, WrongSecret, connect, is_loopback, secret_for
 
 # Kinds of frames; see the table in `remote`. LAST ends a channel. Lower kinds are those of a connection.
 OrderKind = enum.IntEnum(
@@ -35,9 +38,18 @@ OrderKind = enum.IntEnum(
 )
 EMPTY = torch.empty(0, dtype=torch.uint8)
 ORDERS, RESULTS, HIDDENS = 1, 2, 3  # channels: from the driver, to the driver, to the next stage
-CONTROL = 0  # connection of a stage to the driver; the other ones are for HIDDENS
-HELLO = 1  # kind of the first message of a connection
-STORE_SECONDS = 20.0  # without an answer of the store, until it counts as lost
+CONTROL, MEET = 0, 4  # connections of a stage to the driver, MEET for `exchange`; the other ones are for HIDDENS
+HELLO, VALUE = 1, 2  # kinds of the first message of a connection, and of those of `exchange`
+MOST_SHARED = 1 << 24  # bytes of a value that is exchanged, and of an error
+# Most bytes of a body by kind.
+LIMITS: dict[int, int] = {
+    **dict.fromkeys((OrderKind.END, OrderKind.LEAVE, OrderKind.LAST), 0),
+    **dict.fromkeys((OrderKind.CHOOSE, OrderKind.LAY_OUT, OrderKind.PREPARE), 1 << 32),
+    **dict.fromkeys((OrderKind.SWEEP, OrderKind.ANSWER, OrderKind.RESULT, OrderKind.HIDDEN), 1 << 36),
+    **dict.fromkeys((OrderKind.FAILED, VALUE), MOST_SHARED),
+}
+STORE_SECONDS = 20.0  # without an answer of torchrun's store, until it counts as lost
+SAY_SECONDS = 10.0  # until a wait is told
 JOIN_SECONDS = 300.0  # until all processes must have joined
 CONNECT_SECONDS = 25.0  # until processes that have joined are connected
 LEAVE_SECONDS = 5.0  # for which `close` waits for the other processes
@@ -151,78 +163,150 @@ class PipelineGroup(ProcessGroup):
             look: called about 20 times a second while this process waits; may raise an error.
 
         Raises:
-            InvalidInput: not all processes joined in time.
+            InvalidInput: not all processes joined in time, or there is no secret.
         """
         self.rank, self.size = ranks()
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._links: dict[tuple[int, int], Connection] = {}  # by CONTROL or HIDDENS, and rank
+        self._links: dict[tuple[int, int], Connection] = {}  # by MEET, CONTROL or HIDDENS, and rank
         self._channels: list[FrameChannel] = []
         self._lost: StageLost | None = None
+        self.names = [f"stage {rank}" for rank in range(self.size)]  # until they have joined
         name = interface or os.environ.get(INTERFACE)
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
-            self._store = self._join(look)
-            self._connect(_address(name))
-        except StageLost:
+            self._join(name, look)
+        except (StageLost, NoSecret):
+            self._close_links()
             raise
         except Exception as error:
             self._close_links()
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise InvalidInput(
                 f"the {self.size} stages did not join at {address} through interface {name or 'loopback'}: {error};"
                 " start all of them with the same MASTER_ADDR and MASTER_PORT, and name the interface that joins the"
                 " machines by --interface"
             ) from error
-        self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
 
-    def _join(self, look: Callable[[], None]) -> Any:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process serves the store
-        serves = self.rank == 0 and not agent
-        whole = TCPStore(host, port, self.size, serves, timedelta(seconds=JOIN_SECONDS), wait_for_workers=False)
-        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
-        store.set(f"here/{self.rank}", "")
-        _await(store, "here", self.size, look)
-        return store
-
-    def _connect(self, host: str) -> None:
-        """Connect to the driver and to the neighbours. host: address of this machine at which it listens."""
-        key = secrets.token_hex(16)  # other programs that connect do not know it
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+    def _join(self, interface: str | None, look: Callable[[], None]) -> None:
+        """Connect to the driver and to the neighbours. Without an interface, all of them are on this machine."""
+        host = _address(interface)
+        self._secret = (os.environ.get(STAGES_SECRET) or "").encode() or secret_for(host)
+        self._deadline = time.monotonic() + JOIN_SECONDS
+        store, other = _agent_store(), not is_loopback(host)
+        meeting = os.environ["MASTER_ADDR"] if other else LOCAL, int(os.environ["MASTER_PORT"])
+        own = (host, 0) if self.rank or store is not None else ("" if other else host, meeting[1])
+        wanted = {(tag, rank) for rank in range(1, self.size) for tag in (MEET, CONTROL) if self.rank == 0}
+        after = {(HIDDENS, self.rank + 1)} if self.rank + 1 < self.size else set[tuple[int, int]]()
+        with _listening(own) as server, self._accepting(server, wanted | after):
+            if store is not None and self.rank == 0:
+                store.set("driver", json.dumps([host, server.getsockname()[1]]))
+            elif store is not None:
+                self._await(lambda: store.check(["driver"]), lambda: "stage 0", look)
+                there, port = json.loads(store.get("driver"))
+                meeting = str(there), int(port)
+            for tag in (MEET, CONTROL) if self.rank else ():
+                self._connect(tag, 0, meeting, look)
+            self._await(lambda: wanted <= set(self._links), lambda: self._missing(wanted), look)
             name = f"{os.uname().nodename}, process {os.getpid()}"
-            values = self.exchange("process", json.dumps([name, host, server.getsockname()[1], key]))
-            self.names, hosts, ports, keys = map(list, zip(*map(json.loads, values), strict=True))
-            for tag, rank in ((CONTROL, 0), (HIDDENS, self.rank - 1)) if self.rank else ():
-                self._links[tag, rank] = link = Connection(
-                    socket.create_connection((hosts[rank], ports[rank]), CONNECT_SECONDS)
-                )
-                link.send(HELLO, (tag, self.rank), pack(keys[rank]))
-            accepted = {(CONTROL, rank) for rank in range(1, self.size) if self.rank == 0}
-            accepted |= {(HIDDENS, self.rank + 1)} if self.rank + 1 < self.size else set()
-            deadline = time.monotonic() + CONNECT_SECONDS
-            while not accepted <= set(self._links):
-                server.settimeout(max(0.1, deadline - time.monotonic()))
-                self._accept(server.accept()[0], key)
+            values = self.exchange("process", json.dumps([name, host, server.getsockname()[1]]))
+            self.names, hosts, ports = map(list, zip(*map(json.loads, values), strict=True))
+            self._deadline = time.monotonic() + CONNECT_SECONDS
+            if self.rank:
+                self._connect(HIDDENS, self.rank - 1, (hosts[self.rank - 1], ports[self.rank - 1]), look)
+            self._await(lambda: after <= set(self._links), lambda: self._missing(after), look)
         for (tag, _), link in self._links.items():
             if tag == CONTROL:
                 link.beat()
             else:
                 link.allow_silence()
 
-    def _accept(self, connection: socket.socket, key: str) -> None:
-        link = Connection(connection)
+    def _missing(self, wanted: set[tuple[int, int]]) -> str:
+        return "stages " + ", ".join(map(str, sorted({rank for _, rank in wanted - set(self._links)})))
+
+    def _await(self, done: Callable[[], bool], what: Callable[[], str], look: Callable[[], None]) -> None:
+        """Wait until something is done. Raise TimeoutError at the deadline. what: names of what has not come."""
+        began, said = time.monotonic(), False
+        while not done():
+            look()
+            now = time.monotonic()
+            if now > self._deadline:
+                raise TimeoutError(f"{what()} did not come within {now - began:.0f} s")
+            if now - began > SAY_SECONDS and not said:
+                said = True
+                message(f"waiting for {what()} to join")
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def _accepting(self, server: socket.socket, wanted: set[tuple[int, int]]) -> Iterator[None]:
+        """Accept connections while the block runs. wanted: their channels and ranks."""
+
+        def admit(connection: socket.socket, name: str) -> None:
+            link = Connection(connection)
+            link.limits = {HELLO: 0}
+            with contextlib.suppress(Broken):
+                tag, rank = link.receive().numbers[:2]
+                link.limits = LIMITS
+                if (tag, rank) in wanted and self._links.setdefault((tag, rank), link) is link:
+                    return
+            link.close()
+
+        def run() -> None:
+            while not ended.is_set():
+                gate.accept()
+
+        gate, ended = Gate(server, self._secret, admit, messenger()), threading.Event()
+        server.settimeout(0.1)
+        (thread := threading.Thread(target=run, name="flexengine-gate", daemon=True)).start()
         try:
-            hello = link.receive()
-            if unpack(link.take(), str) == key:
-                self._links[hello.numbers[0], hello.numbers[1]] = link
-                return
-        except Broken:
-            pass
-        link.close()
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _connect(self, tag: int, rank: int, address: tuple[str, int], look: Callable[[], None]) -> None:
+        """Connect to another process, also if it does not listen yet. Raise InvalidInput, Broken or OSError."""
+        why: list[Exception] = []
+
+        def connected() -> bool:
+            try:
+                link = Connection(connect(address, CONNECT_SECONDS, self._secret))
+                link.limits = LIMITS
+                link.send(HELLO, (tag, self.rank))
+                self._links[tag, rank] = link
+                return True
+            except WrongSecret:
+                raise
+            except (OSError, Broken) as error:
+                why[:] = [error]
+                return False
+
+        self._await(connected, lambda: f"stage {rank} at {address[0]}:{address[1]} ({why[0]})", look)
 
     def exchange(self, key: str, value: str) -> list[str]:
-        self._store.set(f"{key}/{self.rank}", value)
-        return [self._store.get(name).decode() for name in _await(self._store, key, self.size)]
+        values = {self.rank: value}
+        if self.rank:
+            self._links[MEET, 0].send(VALUE, (), pack([key, value]))
+            found: list[str] = self._value(0, key)
+            return found
+        for rank in range(1, self.size):
+            there, values[rank] = self._value(rank, key)
+            if there != key:
+                raise InvalidInput(f"stage {rank} sends {there!r}, but {key!r} is due; run the same version in all")
+        for rank in range(1, self.size):
+            self._links[MEET, rank].send(VALUE, (), pack(list(values.values())))
+        return list(values.values())
+
+    def _value(self, rank: int, key: str) -> list[str]:
+        link = self._links[MEET, rank]
+        try:
+            if not link.readable(SAY_SECONDS):
+                message(f"waiting for {self.names[rank]} to send {key!r}")
+                if not link.readable(JOIN_SECONDS):
+                    raise TimeoutError(f"{self.names[rank]} did not send {key!r} within {JOIN_SECONDS:g} s")
+            link.receive()
+            return unpack(link.take(MOST_SHARED), list)
+        except Broken as error:
+            raise StageLost(rank, self.size, self.names[rank], str(error)) from error
 
     def send(self, rank: int, tag: int, most: int = 2) -> FrameChannel:
         """Return a channel of frames to a process. most: most frames that wait."""
@@ -265,19 +349,20 @@ class PipelineGroup(ProcessGroup):
             link.close()
 
 
-def _await(store: Any, key: str, size: int, look: Callable[[], None] = lambda: None) -> list[str]:
-    """Wait until all processes have set a key, and return these keys. Raise TimeoutError after JOIN_SECONDS.
+def _agent_store() -> PrefixStore | None:
+    """Return the store that torchrun's own process serves. It only names the driver's address: whoever writes to it
+    has yet to prove the secret. None without torchrun."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    whole = TCPStore(host, port, None, False, timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
+    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
 
-    Unlike `store.wait`, this looks at whether processes have ended meanwhile.
-    """
-    deadline, keys = time.monotonic() + JOIN_SECONDS, [f"{key}/{rank}" for rank in range(size)]
-    while not store.check(keys):
-        look()
-        if time.monotonic() > deadline:
-            missing = [name.rpartition("/")[2] for name in keys if not store.check([name])]
-            raise TimeoutError(f"stages {', '.join(missing)} did not come within {JOIN_SECONDS:g} s")
-        time.sleep(0.05)
-    return keys
+
+def _listening(address: tuple[str, int]) -> socket.socket:
+    both = not address[0] and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in address[0] else socket.AF_INET
+    return socket.create_server(address, family=family, dualstack_ipv6=both)
 
 
 def _address(interface: str | None) -> str:

@@ -1,1 +1,2 @@
-"""The connection of processes: framed messages over sockets, their packing, and processes that this one starts."""
+"""The connection of processes: framed messages over sockets, their packing, the proof of a shared secret before them,
+and processes that this one starts."""

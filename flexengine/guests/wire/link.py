@@ -6,10 +6,12 @@ noticed. After any wrong message the connection is of no use: `Broken` is raised
 """
 
 import contextlib
+import select
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,9 +27,12 @@ MAGIC = 0x464C4558_0000  # "FLEX", beside the kind
 MOST_KINDS = 1 << 16
 MOST_BODY = 1 << 40  # bytes; a larger body is damage
 MOST_TAKEN = 1 << 30  # bytes of a body that is read into new memory
+MOST_TEXT = 1 << 16  # bytes of a body that is a greeting or an error
 SILENT_SECONDS = 15.0  # without any byte, until the other process counts as lost
 BEAT_SECONDS = SILENT_SECONDS / 10  # between two messages that show that a process lives
 BEAT = 3  # their kind
+# A machine that is gone counts as lost after 30 s also where silence is allowed.
+KEEPALIVE = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 T = TypeVar("T")
 
 
@@ -44,7 +49,13 @@ class Message(NamedTuple):
 
 
 class Connection:
-    """A connection to another process. Any thread may send; one thread receives."""
+    """A connection to another process. Any thread may send; one thread receives.
+
+    Attributes:
+        limits: most bytes of a body, by kind; other kinds are refused. None for MOST_BODY and any kind.
+    """
+
+    limits: Mapping[int, int] | None = None
 
     def __init__(self, connection: socket.socket, first_seconds: float = SILENT_SECONDS) -> None:
         """Take over a connected socket. first_seconds: until the first byte must have come."""
@@ -52,7 +63,9 @@ class Connection:
         self._ended = threading.Event()
         self._socket.settimeout(first_seconds)
         if self._socket.family != socket.AF_UNIX:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sending = threading.Lock()
         self._next_sent = self._next_received = 0
         self._left = 0  # bytes of the present body that are not read
@@ -112,7 +125,7 @@ class Connection:
     def receive(self) -> Message:
         """Wait for a message other than BEAT, and return its header. Raise Broken, also after SILENT_SECONDS without
         one."""
-        while (message := self._receive()).kind == BEAT and not message.nbytes:
+        while (message := self._receive()).kind == BEAT:
             pass
         return message
 
@@ -126,15 +139,23 @@ class Connection:
             raise Broken("it sends no messages of flexengine")
         if number != self._next_received:
             raise Broken(f"message {number} came, but message {self._next_received} was due")
-        if not 0 <= nbytes <= MOST_BODY:
-            raise Broken(f"a message of {nbytes} bytes was announced")
+        kind = magic & (MOST_KINDS - 1)
+        most = 0 if kind == BEAT else MOST_BODY if self.limits is None else self.limits.get(kind)
+        if most is None:
+            raise Broken(f"a message of unknown kind {kind} came")
+        if not 0 <= nbytes <= most:
+            raise Broken(f"a message of {nbytes} bytes was announced; kind {kind} has at most {most}")
         if not self._next_received:
             self._silent = SILENT_SECONDS
             if not self._may_be_silent:
                 self._socket.settimeout(SILENT_SECONDS)
         self._next_received += 1
         self._left = nbytes
-        return Message(magic & (MOST_KINDS - 1), tuple(numbers), nbytes)
+        return Message(kind, tuple(numbers), nbytes)
+
+    def readable(self, seconds: float) -> bool:
+        """Return whether the other process sends something, or ends, within some seconds."""
+        return bool(select.select([self._socket], [], [], seconds)[0])
 
     def take_into(self, target: Tensor) -> None:
         """Read the next bytes of the body into a contiguous tensor in RAM. Raise Broken if the body is shorter."""
@@ -168,6 +189,16 @@ class Connection:
         if isinstance(error, TimeoutError):
             return Broken(f"it gave no sign of life for {self._silent:g} s")
         return Broken(f"its connection broke ({error.strerror or error})")
+
+    def finish(self, seconds: float = 1.0) -> None:
+        """Send no more, and drop what comes until the other process ends or some seconds have passed: if bytes were
+        left unread, the system could discard those that were sent."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(seconds)
+            while time.monotonic() < deadline and self._socket.recv(1 << 16):
+                pass
 
     def close(self) -> None:
         """End the connection. A thread that waits in `receive` raises Broken."""

@@ -3,6 +3,7 @@ of a pipeline. No torch here."""
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 END_SECONDS = 10.0  # until a process that should end is killed
 LOCAL = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"  # network interface of gloo
+STAGES_SECRET = "FLEXENGINE_STAGES_SECRET"  # environment variable: secret of stages that one process starts
 TAIL_BYTES = 2000  # of a process's messages, shown if it fails
 
 
@@ -123,7 +125,7 @@ def local_stages(stages: int, argv: Sequence[str]) -> Iterator[Callable[[], None
     threads = max(1, len(os.sched_getaffinity(0)) // stages)
     variables = {
         **{"WORLD_SIZE": str(stages), "LOCAL_WORLD_SIZE": str(stages), "RANK": "0", "LOCAL_RANK": "0"},
-        **{"MASTER_ADDR": LOCAL, "MASTER_PORT": str(port)},
+        **{"MASTER_ADDR": LOCAL, "MASTER_PORT": str(port), STAGES_SECRET: secrets.token_hex(32)},
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
     before, processes = {name: os.environ.get(name) for name in variables}, list[ChildProcess]()

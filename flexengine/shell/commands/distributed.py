@@ -161,9 +161,10 @@ def fleet_runner(args: argparse.Namespace, params: SamplingParams, look: Callabl
     except ImportError as error:
         raise InvalidInput(f'--ray needs Ray Data ({error}); pip install "flexengine[ray]"') from error
     from flexengine.apps.fleet.job import FleetRunner, Recipe
+    from flexengine.guests.wire.secret import given_secret
 
     with cluster.connected(args.ray, verbosity() >= VERBOSE):
         fleet = cluster.RayFleet(args.device, args.actors, args.stages or 1, args.interface)
         options = {"model": args.model, "progress": False, **engine_options(args)}
-        recipe = Recipe(options, params, args.chat, folder=os.getcwd())
+        recipe = Recipe(options, params, args.chat, folder=os.getcwd(), secret=given_secret())
         yield FleetRunner(fleet, recipe, args.shard_rows, look)

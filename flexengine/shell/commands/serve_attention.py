@@ -18,11 +18,11 @@ ACCEPT_SECONDS = 1.0
 
 
 _END = """\
-Several engines can use the worker at the same time, with flexengine run --attention-workers. Every program that reaches
-the address can use it: listen in a trusted network only.
+Several engines can use the worker at the same time, with flexengine run --attention-workers. They prove a secret first:
+at an address that other machines reach, set FLEXENGINE_SECRET_FILE here and there to a file with the same secret.
 """
 _OPTIONS = """
---worker-mem SIZE  memory for KV cache of all engines together, e.g. 32G
+--worker-mem SIZE  memory for KV cache, page tables and questions of all engines together, e.g. 32G
 --worker-file DIR  hold the KV cache in a file in this directory instead: beside other workers, it takes the sequences
                    that find no room there
 """
@@ -46,11 +46,13 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         remedy = "give less, or hold the KV cache in a file with --worker-file"
         raise InvalidInput(f"--worker-mem is {memory:,} bytes, but {free:,} bytes of RAM are free; {remedy}")
     from flexengine import kernels
-    from flexengine.guests.attention_workers.pool import WorkerPool
+    from flexengine.guests.attention_workers.pool import WorkerPool, records_of
     from flexengine.guests.attention_workers.workers import address_of, serve_forever
+    from flexengine.guests.wire.secret import secret_for
 
-    host, port = address_of(args.address)
-    pool = WorkerPool(memory, None if args.worker_file is None else Path(args.worker_file))
+    (host, port), records = address_of(args.address), records_of(memory)
+    secret_for(host)  # before a file is measured and kernels are compiled
+    pool = WorkerPool(memory - records, None if args.worker_file is None else Path(args.worker_file), records)
     kernels.load()  # compiling them may take longer than an engine waits
     try:
         server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -59,9 +61,9 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         raise InvalidInput(f"cannot listen at {args.address} ({error.strerror or error}); {remedy}") from error
     with server:
         where = f" in a file in {args.worker_file}" if pool.folder else ""
-        say(f"listening at {args.address}, with {memory:,} bytes for KV cache{where}; stop with Ctrl-C")
+        say(f"listening at {args.address}, with {pool.memory:,} bytes for KV cache{where}; stop with Ctrl-C")
         server.settimeout(ACCEPT_SECONDS)
-        serve_forever(server, pool, say)
+        serve_forever(server, pool, say, secret_for(server.getsockname()[0]))
     return DONE
 
 

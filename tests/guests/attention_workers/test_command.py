@@ -78,7 +78,8 @@ def test_refusals(
     assert message in capsys.readouterr().err
 
 
-def test_a_worker_that_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_cannot_listen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLEXENGINE_SECRET", "0123456789abcdef")  # else other machines' connections are refused
     assert main(["serve-attention", "192.0.2.1:29600", "--worker-mem", "4M"]) == 2
     assert "cannot listen at 192.0.2.1:29600 (" in capsys.readouterr().err
     assert main(["serve-attention", "127.0.0.1:29600"]) == 2

@@ -45,7 +45,7 @@ def test_the_command_serves_engines_until_it_is_ended(families: Any, tmp_path: P
     with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))) as other:  # a scanner
         other.sendall(b"GET / HTTP/1.0\r\n\r\n" + b" " * 60)
         assert other.recv(100) == b""
-    while "is lost: it sends no messages of flexengine" not in log.read_text():
+    while not re.search(r"refused 127.0.0.1 port \d+: it sends no messages of flexengine", log.read_text()):
         assert worker.poll() is None, worker.said()
         time.sleep(0.05)
     os.kill(worker.pid, signal.SIGTERM)
@@ -73,6 +73,31 @@ def test_one_worker_with_two_addresses(families: Any) -> None:
         other = address.replace("127.0.0.1", "localhost")
         with pytest.raises(InvalidInput, match=r"worker1 .* and worker2 .* are one attention worker with two"):
             Engine(families("llama").directory, policy=POLICY, device="cpu", attention_workers=[address, other])
+
+
+def test_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by name, also in the middle of a job, and the worker goes on."""
+    with listening(1 << 20) as (address, said):
+        monkeypatch.setenv("FLEXENGINE_SECRET", "another secret than that")
+        why = rf"attention worker worker1 \({address}\): it has another secret; give both processes the same secret"
+        with pytest.raises(InvalidInput, match=why):
+            workers.RemoteWorker("worker1", address)
+        monkeypatch.delenv("FLEXENGINE_SECRET")
+        workers.RemoteWorker("worker1", address).close()
+    assert re.match(r"refused 127.0.0.1 port \d+: it has another secret", said[0])
+
+
+def test_no_secret_beyond_loopback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for address in (f"0.0.0.0:{free_port()}", f"[::]:{free_port()}", f"10.0.0.2:{free_port()}"):
+        assert main(["serve-attention", address, "--worker-mem", "4M"]) == 2
+        assert "but there is no secret; set FLEXENGINE_SECRET_FILE to a file with" in capsys.readouterr().err
+    monkeypatch.setattr("flexengine.guests.wire.secret.is_loopback", lambda host: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with pytest.raises(InvalidInput, match=r"connections at 127\.0\.0\.1 can come from .* but there is no secret"):
+            workers.RemoteWorker("worker1", f"127.0.0.1:{server.getsockname()[1]}")
+        connection, _ = server.accept()
+        assert connection.recv(1) == b""  # nothing was sent
+        connection.close()
 
 
 def test_an_address_of_another_program(families: Any) -> None:
@@ -120,7 +145,7 @@ def test_a_worker_may_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a signal that came just before `accept` is handled when it returns."""
     timeouts = list[float | None]()
-    monkeypatch.setattr(workers, "serve_forever", lambda server, pool, say: timeouts.append(server.gettimeout()))
+    monkeypatch.setattr(workers, "serve_forever", lambda server, *_: timeouts.append(server.gettimeout()))
     assert main(["serve-attention", f"127.0.0.1:{free_port()}", "--worker-mem", "4M"]) == 0
     assert timeouts == [serve_attention.ACCEPT_SECONDS]
 
@@ -128,9 +153,5 @@ def test_the_command_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch)
 def test_a_worker_still_listens_after_a_timeout() -> None:
     with listening(4_000_000, timeout=0.01) as (address, said):
         time.sleep(0.1)
-        with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))):
-            deadline = time.monotonic() + 60
-            while not said:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        workers.RemoteWorker("worker1", address).close()
     assert said[0].startswith("serving the engine at 127.0.0.1 port ")

@@ -1,9 +1,12 @@
 """The group of processes of a pipeline: values that all exchange, and their connections."""
 
 import os
+import socket
 import threading
 import time
 import weakref
+from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,61 +18,21 @@ from flexengine.guests.stages import group
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, FrameChannel, OrderKind, PipelineGroup
 from flexengine.guests.stages.remote import ChannelPort
 from flexengine.guests.wire import link
-from flexengine.guests.wire.link import Connection
+from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection
+from flexengine.guests.wire.secret import prove
+from tests.helpers.listening import listening
 
 
-class Store:
-    """A store whose `wait` must not be called, as it does not look at processes that end."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def wait(self, *_: Any) -> None:
-        raise AssertionError("a thread waits in the store")
-
-    def set_timeout(self, _: Any) -> None:
-        pass
-
-
-def member(store: Store, rank: int) -> PipelineGroup:
-    made: PipelineGroup = object.__new__(PipelineGroup)
-    made.rank, made.size, made._store = rank, 2, store
-    return made
-
-
-def test_values_are_exchanged_without_waiting_in_the_store() -> None:
-    store, found = Store(), list[list[str]]()
-    thread = threading.Thread(target=lambda: found.append(member(store, 1).exchange("key", "b")))
-    thread.start()
-    time.sleep(0.1)
-    assert found == []
-    assert member(store, 0).exchange("key", "a") == ["a", "b"]
-    thread.join(30)
-    assert found == [["a", "b"]]
-
-
-def test_a_process_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "JOIN_SECONDS", 0.1)
-    with pytest.raises(TimeoutError, match=r"stages 1 did not come within 0\.1 s"):
-        member(Store(), 0).exchange("key", "a")
-
-
-def joined(monkeypatch: pytest.MonkeyPatch, size: int, interface: str | None = None) -> list[PipelineGroup]:
+def joined(
+    monkeypatch: pytest.MonkeyPatch, size: int, interface: str | None = None, port: int = 0
+) -> list[PipelineGroup]:
     """Return the groups of processes, which are threads here, joined by sockets."""
-    store, local = Store(), threading.local()
+    local = threading.local()
     groups: dict[int, PipelineGroup] = {}
     errors = list[Exception]()
     monkeypatch.setattr(group, "ranks", lambda: (local.rank, size))
-    monkeypatch.setattr(PipelineGroup, "_join", lambda *_: store)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port or free_port()))
 
     def join(rank: int) -> None:
         local.rank = rank
@@ -88,6 +51,12 @@ def joined(monkeypatch: pytest.MonkeyPatch, size: int, interface: str | None = N
     return [groups[rank] for rank in range(size)]
 
 
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
 def closed(groups: list[PipelineGroup]) -> None:
     threads = [threading.Thread(target=each.close) for each in groups]
     for thread in threads:
@@ -95,6 +64,103 @@ def closed(groups: list[PipelineGroup]) -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_values_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a channel of orders is open."""
+    driver, *stages = groups = joined(monkeypatch, 3)
+    driver.receive(1, RESULTS)
+    found = dict[int, list[str]]()
+    threads = [threading.Thread(target=lambda g=g: found.update({g.rank: g.exchange("key", f"v{g.rank}")}))
+               for g in stages]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    assert driver.exchange("key", "v0") == ["v0", "v1", "v2"]
+    for thread in threads:
+        thread.join(30)
+    assert found == {1: ["v0", "v1", "v2"], 2: ["v0", "v1", "v2"]}
+    closed(groups)
+
+
+def test_a_process_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(group, "SAY_SECONDS", 0.1)
+    monkeypatch.setattr(group, "ranks", lambda: (0, 3))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with listening() as heard, pytest.raises(InvalidInput, match=r"stages 1, 2 did not come within 0 s"):
+        PipelineGroup()
+    assert heard.messages == ["waiting for stages 1, 2 to join"]
+
+
+def test_a_process_that_sends_no_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, stage = groups = joined(monkeypatch, 2)
+    monkeypatch.setattr(group, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(group, "SAY_SECONDS", 0.1)
+    with listening() as heard, pytest.raises(TimeoutError, match=r"process \d+ did not send 'key' within 0\.1 s"):
+        driver.exchange("key", "a")
+    assert heard.messages == [f"waiting for {driver.names[1]} to send 'key'"]
+    stage._close_links()
+    with pytest.raises(StageLost, match=r"stage 1 of 0 to 1 .* is lost: it has ended"):
+        driver.exchange("key", "a")
+    closed(groups)
+
+
+def test_strangers_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come before the stages, say nothing, or the wrong thing, or have another secret. Only loopback listens."""
+    port, stop, ends = free_port(), threading.Event(), Counter[str]()
+
+    def disturb() -> None:
+        held = list[socket.socket]()
+        while not stop.wait(0.002):
+            with suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", port), 1))
+                held[-1].sendall(HEADER.pack(MAGIC | group.HELLO, 0, 0, group.MEET, 1, 0, 0, 0)[: 64 * (len(held) % 2)])
+                with suppress(Broken, OSError), socket.create_connection(("127.0.0.1", port), 1) as other:
+                    prove(other, b"another secret than that", accepts=False)
+        ends["tried"] = len(held)
+        for each in held:
+            each.close()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    time.sleep(0.1)
+    try:
+        groups = joined(monkeypatch, 3, port=port)
+    finally:
+        stop.set()
+        thread.join(30)
+    assert ends["tried"] > 0
+    hidden = groups[1].send(2, HIDDENS), groups[2].receive(1, HIDDENS)
+    hidden[0].put(Frame(20, 1, 2, 3))
+    assert hidden[1].get().job == 1
+    closed(groups)
+
+
+def test_a_stage_with_another_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "JOIN_SECONDS", 2.0)
+    drawn = iter((b"one secret of a stage", b"another one of a stage"))
+    monkeypatch.setattr(group, "secret_for", lambda host: next(drawn))
+    with pytest.raises(InvalidInput, match=r"the 2 stages did not join at 127.* it has another secret; give both"):
+        joined(monkeypatch, 2)
+
+
+def test_the_driver_listens_where_stages_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of one machine meet on the loopback interface; others need a secret that the user gives."""
+    bound = list[tuple[str, int]]()
+    listening_at = group._listening
+
+    def listen(address: tuple[str, int]) -> socket.socket:
+        bound.append(address)
+        return listening_at(address)
+
+    monkeypatch.setattr(group, "_listening", listen)
+    closed(joined(monkeypatch, 2))
+    assert [host for host, _ in bound] == ["127.0.0.1"] * 2
+    monkeypatch.setattr(group, "_address", lambda interface: "10.9.8.7")
+    with pytest.raises(InvalidInput, match="but there is no secret; set FLEXENGINE_SECRET_FILE to a file"):
+        joined(monkeypatch, 2, "eth9")
+    assert len(bound) == 2
 
 
 def test_frames_go_from_process_to_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""What an engine can make a worker hold: page tables, sinks, questions and handles are booked, and refused with a
+reason. Waits for an engine that measures are told, and end."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+
+from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.guests.attention_workers import pool as pools
+from flexengine.guests.attention_workers import server as servers
+from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.messages import MessageKind, WorkerTables
+from flexengine.guests.attention_workers.pool import RECORD_BYTES, WorkerPool, records_of
+from flexengine.guests.attention_workers.server import AttentionServer
+from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection
+from tests.helpers.listening import listening
+
+RECORDS = 64 * RECORD_BYTES
+NONE = torch.empty(0, dtype=torch.int32)
+
+
+class Worker:
+    """A worker with memory for 64 records, in threads. `ended` has the errors of its connections."""
+
+    def __init__(self) -> None:
+        self.pool, self.ended = WorkerPool(1 << 20, records=RECORDS), list[str]()
+        self.threads, self.clients = list[threading.Thread](), list[Client]()
+
+    def client(self, engine: int) -> Client:
+        own, other = socket.socketpair()
+
+        def serve() -> None:
+            try:
+                AttentionServer(Connection(other), self.pool, f"engine {engine}").run()
+            except Broken as error:
+                self.ended.append(str(error))
+
+        self.threads.append(threading.Thread(target=serve))
+        self.threads[-1].start()
+        self.clients.append(Client(Connection(own), "worker1", engine=engine))
+        return self.clients[-1]
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    for client in made.clients:
+        client.close()
+    for thread in made.threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert made.pool.record(RECORDS)  # all was given back
+    made.pool.close()
+
+
+def tables(client: Client, number: int) -> None:
+    """Send empty page tables of a gpu_batch."""
+    client.tables(number, 0, WorkerTables(NONE.view(0, 0), NONE, NONE, NONE, NONE, NONE, NONE.view(0, 2)))
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        tables,
+        lambda client, number: client.sinks(number, torch.zeros(1)),
+        lambda client, number: client._send(MessageKind.ALLOCATE, (number, 0)) or number or client.free(0),
+        lambda client, number: client.tables(0, number, WorkerTables(NONE.view(0, 0), *[NONE] * 5, NONE.view(0, 2))),
+    ],
+)
+def test_records_are_bounded(worker: Worker, send: Callable[[Client, int], None]) -> None:
+    """Of all engines together. The same record in place of an earlier one counts once."""
+    other = worker.client(2)
+    for number in range(30):
+        tables(other, number)
+    assert other.allocate(64) is not None  # the tables have arrived
+    client = worker.client(1)
+    for _ in range(100):
+        send(client, 0)
+
+    def fill() -> None:
+        for number in range(1, 10_000):
+            send(client, number)
+
+    with pytest.raises(WorkerLost, match="page tables and questions of all engines may have 262,144 bytes together"):
+        fill()
+    worker.threads[-1].join(30)
+    assert other.allocate(64) is not None
+    assert "give it a larger --worker-mem" in worker.ended[0]
+
+
+def test_a_large_message_is_refused_before_it_is_read(worker: Worker) -> None:
+    client = worker.client(1)
+    for kind, nbytes in ((MessageKind.TABLES, RECORDS + 1), (MessageKind.ALLOCATE, 1), (MessageKind.WRITE, 1 << 21)):
+        client = worker.client(kind)
+        client.link._socket.sendall(HEADER.pack(MAGIC | kind, 1, nbytes, 0, 0, 0, 0, 0))
+        with pytest.raises(WorkerLost):
+            client.allocate(64)
+    for thread in worker.threads[1:]:
+        thread.join(30)
+    assert [f"a message of {n} bytes was announced" in error for n, error in
+            zip((RECORDS + 1, 1, 1 << 21), worker.ended, strict=True)] == [True] * 3  # fmt: skip
+
+
+def test_a_part_of_the_memory_is_for_records() -> None:
+    assert [records_of(n << 20) for n in (2, 100, 1024, 1 << 20)] == [1 << 20, 16 << 20, 128 << 20, 2 << 30]
+
+
+def test_who_measures_is_told_and_has_a_limit(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that holds the worker for itself loses it when others wait."""
+    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(pools, "SAY_SECONDS", 0.1)
+    monkeypatch.setattr(pools, "ALONE_SECONDS", 0.3)
+    first, second = worker.client(1), worker.client(2)
+    with suppress(WorkerLost), first.alone(), listening() as heard:
+        with second.alone():
+            assert second.allocate(64) is not None
+        with pytest.raises(WorkerLost):
+            first.allocate(64)
+    assert heard.messages[0].startswith("worker1 (")
+    assert "waiting for engine 1, which has measured it for 0 s" in heard.messages[0]
+    assert worker.ended == ["it measured for over 0.3 s while others waited"]
+
+
+def test_too_many_engines_are_refused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_ENGINES", 2)
+    monkeypatch.setattr(servers, "MOST_ENGINES", 2)
+    worker.client(1)
+    worker.client(2)
+    with pytest.raises(InvalidInput, match="2 engines use it, the most; end one of them, or start another worker"):
+        worker.client(3)
+    worker.client(2)  # connects again

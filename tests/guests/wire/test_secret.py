@@ -1,0 +1,157 @@
+"""The proof of a shared secret: where it comes from, and what programs without it can do."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexengine.errors import InvalidInput
+from flexengine.guests.wire import secret
+from flexengine.guests.wire.link import Broken
+from flexengine.guests.wire.secret import OPENING, EndedEarly, WrongSecret, connect, prove, secret_for
+
+GOOD = b"0123456789abcdef"
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    yield one, other
+    one.close()
+    other.close()
+
+
+def proved(pair: tuple[socket.socket, socket.socket], connects: bytes, accepts: bytes) -> list[type[Exception] | None]:
+    """Return the errors of both sides."""
+    found: list[type[Exception] | None] = [None, None]
+
+    def run(side: int, own: bytes) -> None:
+        try:
+            prove(pair[side], own, accepts=bool(side))
+        except Broken as error:
+            found[side] = type(error)
+
+    thread = threading.Thread(target=run, args=(1, accepts))
+    thread.start()
+    run(0, connects)
+    thread.join(30)
+    return found
+
+
+def test_both_sides_prove_it(pair: tuple[socket.socket, socket.socket]) -> None:
+    assert proved(pair, GOOD, GOOD) == [None, None]
+
+
+def test_another_secret(pair: tuple[socket.socket, socket.socket]) -> None:
+    assert proved(pair, GOOD, b"another secret than that") == [WrongSecret, WrongSecret]
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_what_a_stranger_heard_is_of_no_use(pair: tuple[socket.socket, socket.socket], accepts: bool) -> None:
+    """It sends the other side's own words back, in both roles."""
+    stranger, other = pair
+    stranger.settimeout(10)
+
+    def echo() -> None:
+        opening = stranger.recv(48)
+        stranger.sendall(opening[-32:] if accepts else opening)
+        heard.append(stranger.recv(32))
+        if not accepts:
+            stranger.sendall(heard[0])
+
+    heard = list[bytes]()
+    if accepts:
+        stranger.sendall(OPENING + bytes(32))
+    (thread := threading.Thread(target=echo)).start()
+    with pytest.raises(WrongSecret):
+        prove(other, GOOD, accepts)
+    thread.join(30)
+    assert (heard == [secret.REFUSED]) == accepts
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 60, OPENING, OPENING + bytes(32), b"\0" * 5000]
+)
+def test_garbage_that_ends(pair: tuple[socket.socket, socket.socket], sent: bytes) -> None:
+    stranger, other = pair
+    stranger.sendall(sent)
+    stranger.shutdown(socket.SHUT_WR)
+    began = time.monotonic()
+    with pytest.raises(Broken, match=r"it has ended|it sends no messages of flexengine"):
+        prove(other, GOOD, accepts=True)
+    assert time.monotonic() - began < secret.PROOF_SECONDS / 2
+
+
+def test_a_slow_stranger_gets_no_more_time(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends a byte now and then."""
+    monkeypatch.setattr(secret, "PROOF_SECONDS", 0.3)
+    stranger, other = pair
+
+    def drip() -> None:
+        for byte in OPENING:
+            stranger.sendall(bytes([byte]))
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(Broken, match=r"it did not prove the secret within 0\.3 s"):
+        prove(other, GOOD, accepts=True)
+    assert time.monotonic() - began < 0.6
+    thread.join(30)
+
+
+def test_a_connection_that_ends_early_is_tried_again() -> None:
+    """As one that the other process ends because newer ones took its place."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            for _ in range(3):
+                server.accept()[0].close()
+            with server.accept()[0] as last:
+                prove(last, GOOD, accepts=True)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        connect(server.getsockname(), 10, GOOD).close()
+        thread.join(30)
+        for _ in range(2):
+            threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        with pytest.raises(EndedEarly):
+            connect(server.getsockname(), 0.05, GOOD)
+
+
+def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
+    own = secret_for("127.0.0.1")
+    assert len(own) == 64
+    assert [secret_for(host) for host in ("::1", "localhost", "127.1.2.3", "::ffff:127.0.0.1")] == [own] * 4
+    assert os.stat(tmp_path / "cache" / "secret").st_mode & 0o077 == 0
+    for host in ("10.0.0.2", "", "0.0.0.0", "::", "node7"):
+        with pytest.raises(InvalidInput, match="but there is no secret; set FLEXENGINE_SECRET_FILE to a file with at"):
+            secret_for(host)
+    (file := tmp_path / "file").write_bytes(GOOD + b"\n")
+    file.chmod(0o644)
+    monkeypatch.setenv("FLEXENGINE_SECRET_FILE", str(file))
+    with pytest.raises(InvalidInput, match="is open to all users; run: chmod 600"):
+        secret_for("10.0.0.2")
+    file.chmod(0o600)
+    assert secret_for("10.0.0.2") == secret_for("localhost") == GOOD
+    monkeypatch.setenv("FLEXENGINE_SECRET", "x" * 20)
+    with pytest.raises(InvalidInput, match="are both set; unset one of them"):
+        secret_for("10.0.0.2")
+    monkeypatch.delenv("FLEXENGINE_SECRET_FILE")
+    assert secret_for("10.0.0.2") == b"x" * 20
+    monkeypatch.setenv("FLEXENGINE_SECRET", "short")
+    with pytest.raises(InvalidInput, match="has 5 bytes; it must have 16 to 4096"):
+        secret_for("10.0.0.2")
+    monkeypatch.delenv("FLEXENGINE_SECRET")
+    monkeypatch.setenv("FLEXENGINE_SECRET_FILE", str(tmp_path / "none"))
+    with pytest.raises(InvalidInput, match=r"none cannot be read .*; set FLEXENGINE_SECRET_FILE to a file that can"):
+        secret_for("10.0.0.2")
