@@ -1,5 +1,6 @@
 """Plain values that all other modules import: sizes, sampling parameters, results. No torch here."""
 
+import json
 import math
 import os
 import re
@@ -53,6 +54,58 @@ def _stop_string(name: str, value: Any) -> str:
 _Stop = Annotated[str, _stop_string]
 
 
+def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
+    """Return biases by token id. Nulls are left out, as columns of tables have a field for the tokens of all rows."""
+    wanted = "an object of numbers from -100 to 100 by token id"
+    try:
+        pairs = [(key, bias) for key, bias in dict(value).items() if bias is not None]
+    except (TypeError, ValueError):
+        refuse(name, value, wanted)
+    for key, bias in pairs:
+        if not re.fullmatch(r"[0-9]{1,10}", str(key)):
+            refuse(f"a key of {name}", key, "a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            refuse(f"{name} of token {key}", bias, "a number from -100 to 100")
+    return {int(key): float(bias) for key, bias in pairs} or None
+
+
+def _bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
+    words = (value,) if isinstance(value, str) else value
+    if not isinstance(words, list | tuple):
+        refuse(name, value, "a list of texts, or of lists of token ids")
+    return tuple(_bad_word(f"{name}[{i}]", word) for i, word in enumerate(words))
+
+
+def _bad_word(name: str, word: Any) -> str | tuple[int, ...]:
+    if isinstance(word, str) and word.strip():
+        return _stop_string(name, word)
+    if isinstance(word, list | tuple) and word and all(type(token) is int and token >= 0 for token in word):
+        return tuple(word)
+    refuse(name, word, "a text that is not blank, or a list of token ids")
+
+
+# Arguments of transformers' apply_chat_template, which are no variables of a template.
+_ARGUMENTS = """conversation messages tools chat_template add_generation_prompt continue_final_message tokenize
+    sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask
+    tokenizer_kwargs"""
+
+
+def _template_variables(name: str, value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, Mapping):
+        refuse(name, value, "an object of variables for the chat template")
+    if unknown := [key for key in value if not isinstance(key, str) or key in _ARGUMENTS.split()]:
+        raise InvalidInput(
+            f"{name} has {shown(unknown[0])}, which is no variable of a chat template; remove it, or give"
+            " it as a field of the row"
+        )
+    variables = {key: each for key, each in value.items() if each is not None}
+    try:
+        json.dumps(variables)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{name} has a value that JSON cannot hold: {error}") from error
+    return variables or None
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of a sequence. Lists become tuples; a single string for `stop` becomes a tuple of one.
@@ -63,6 +116,7 @@ class SamplingParams:
         seed: in [-2**63, 2**64). The seed, the row's index, the sample's number and the token's number determine all
             sampling noise. A row with a field `seed` counts as row 0, so its text does not depend on its place.
         ignore_eos: continue after an end-of-sequence token. `stop` and `stop_token_ids` still end a continuation.
+        min_tokens: end tokens, stop tokens and stop strings do not end a continuation before it has this many tokens.
         top_k: sample from the k most likely tokens; 0 is all.
         top_p: sample from the smallest set of most likely tokens whose probability reaches p; in (0, 1], 1 is all.
         min_p: sample from tokens at least min_p times as likely as the likeliest; in [0, 1], 0 is all.
@@ -70,11 +124,19 @@ class SamplingParams:
             logits are multiplied.
         presence_penalty: subtracted from the logits of tokens generated before; in [-2, 2].
         frequency_penalty: subtracted once for every time a token was generated before; in [-2, 2].
+        logit_bias: numbers in [-100, 100] by token id, which are added to the logits before all else.
+        bad_words: texts that are not generated. The last token of such a text gets probability 0 where the tokens
+            before it are the others of the text. A text stands for its tokens with and without a space before it. A
+            list of token ids may be given instead of a text.
         stop: at most 16 strings. A continuation ends when its text contains one of them; the text is cut before it.
         stop_token_ids: tokens that end a continuation, as the model's own end tokens do.
         n: continuations per prompt, 1 to 128.
         logprobs: None returns no log probabilities, 0 those of the generated tokens, k (at most 20) also those of the
             k most likely tokens at every position.
+        chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}. A row's own variables
+            are added to those of all rows.
+        add_generation_prompt: end a chat with the beginning of the assistant's answer.
+        continue_final_message: continue the last message of a chat instead; add_generation_prompt then has no effect.
 
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
@@ -97,9 +159,24 @@ class SamplingParams:
     stop_token_ids: Annotated[tuple[Annotated[int, Limit(0, _MAX_COUNT)], ...], "a list of token ids"] = ()
     n: Annotated[int, Limit(1, 128)] = 1
     logprobs: Annotated[int | None, Limit(0, 20), ", or left out for none"] = None
+    min_tokens: Annotated[int, Limit(0, _MAX_COUNT)] = 0
+    logit_bias: Annotated[Mapping[int, float] | None, _logit_bias] = field(default=None, hash=False)
+    bad_words: Annotated[tuple[str | tuple[int, ...], ...], _bad_words] = ()
+    chat_template_kwargs: Annotated[Mapping[str, Any] | None, _template_variables] = field(default=None, hash=False)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
         check(self)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidInput(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}; lower it")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Return the arguments of `apply_chat_template` that the chat's fields stand for."""
+        begins = self.add_generation_prompt and not self.continue_final_message
+        only_if_set = {"continue_final_message": True} if self.continue_final_message else {}
+        return {"add_generation_prompt": begins, **only_if_set, **(self.chat_template_kwargs or {})}
 
 
 @dataclass

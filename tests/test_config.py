@@ -57,6 +57,14 @@ def test_accepted_and_normalised(fields: dict[str, Any], name: str, value: Any) 
     assert replace(replace(SamplingParams(), **fields), max_tokens=3) == replace(SamplingParams(max_tokens=3), **fields)
 
 
+def test_parameters_by_token_and_by_variable() -> None:
+    made = SamplingParams(logit_bias={"5": 1, 6: None, 7: -2}, bad_words="x", chat_template_kwargs={"a": 1, "b": None})  # type: ignore
+    assert (made.logit_bias, made.bad_words, made.chat_template_kwargs) == ({5: 1.0, 7: -2.0}, ("x",), {"a": 1})
+    assert SamplingParams(logit_bias=[(5, 1.0)]).logit_bias == {5: 1.0}  # type: ignore  # a map column of Arrow
+    assert SamplingParams(logit_bias={}, chat_template_kwargs={}) == SamplingParams()
+    assert hash(replace(made, max_tokens=9)) != hash(made)
+
+
 def test_equal_parameters_are_one_key() -> None:
     one, two = SamplingParams(stop="a", top_p=1, stop_token_ids=[4]), SamplingParams(stop=["a"], stop_token_ids=(4,))  # type: ignore[arg-type]
     assert one == two
@@ -99,6 +107,22 @@ def test_equal_parameters_are_one_key() -> None:
         ({"stop_token_ids": [True]}, "stop_token_ids[0] is true"),
         ({"stop_token_ids": [1.0]}, "stop_token_ids[0] is 1.0"),
         ({"ignore_eos": None}, "ignore_eos is null; it must be true or false"),
+        ({"min_tokens": -1}, "min_tokens is -1; it must be a whole number of at least 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, more than max_tokens 8; lower it"),
+        ({"logit_bias": 5}, "logit_bias is 5; it must be an object of numbers from -100 to 100 by token id"),
+        ({"logit_bias": {"a": 1}}, "a key of logit_bias is 'a'; it must be a token id"),
+        ({"logit_bias": {-1: 1}}, "a key of logit_bias is -1"),
+        ({"logit_bias": {"5": 101}}, "logit_bias of token 5 is 101; it must be a number from -100 to 100"),
+        ({"logit_bias": {5: NAN}}, "logit_bias of token 5 is nan"),
+        ({"logit_bias": {5: True}}, "logit_bias of token 5 is true"),
+        ({"bad_words": 5}, "bad_words is 5; it must be a list of texts, or of lists of token ids"),
+        ({"bad_words": ["a", " "]}, "bad_words[1] is ' '; it must be a text that is not blank, or a list of token ids"),
+        ({"bad_words": [[]]}, "bad_words[0] is []"),
+        ({"bad_words": [[-1]]}, "bad_words[0] is [-1]"),
+        ({"bad_words": ["\ud800"]}, "half a surrogate pair"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs is 'x'; it must be an object of variables"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has 'tools', which is no variable"),
+        ({"chat_template_kwargs": {"a": {1}}}, "chat_template_kwargs has a value that JSON cannot hold"),
     ],
 )
 def test_refusals_name_field_value_and_limit(fields: dict[str, Any], message: str) -> None:

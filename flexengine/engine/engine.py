@@ -105,8 +105,8 @@ class Engine(Session):
     def chat(self, messages: Any, params: Any = None, *, tools: Tools = None) -> Result | list[Result]:
         """Return the answer to one conversation, or the answers to many in their order.
 
-        The model's chat template converts a conversation to text. To set variables of the template, call
-        `engine.tokenizer.apply_chat_template` and give its token ids to `generate`.
+        The model's chat template converts a conversation to text. `SamplingParams.chat_template_kwargs` sets
+        variables of the template, such as enable_thinking.
 
         Args:
             messages: a conversation: a list of messages {"role": ..., "content": ...}. Or a list of conversations.

@@ -20,9 +20,10 @@ from flexengine.job.files import STDIN, check_not_overwritten
 from flexengine.job.inputs import FORMATS, InputRows
 from flexengine.job.results import check_output, files_beside
 from flexengine.job.resume import JobStore, open_job
-from flexengine.job.rows import Row
+from flexengine.job.rows import CHAT_ONLY, Row
 from flexengine.job.same_job import LOSSY, MODEL_FILES, Manifest, manifest_of
 from flexengine.lossy import Lossy
+from flexengine.plan.formatting import count
 from flexengine.plan.min_memory import SHORTEST
 from flexengine.records import Limit, check_argument
 
@@ -32,6 +33,21 @@ if TYPE_CHECKING:
 # Names of settings.
 CACHE, IMPORTANCES, PREFILL_TOKENS, THRESHOLDS = "cache", "importances", "prefill_tokens", "thresholds"
 _AGAIN = "give --restart (restart=True in Python) to run the job again"
+
+
+def check_rows(rows: InputRows, params: SamplingParams) -> None:
+    """Report OpenAI batch lines whose texts are cut, as they have no max_tokens. Raise InvalidInput if fields of
+    `params` are for a chat template, which no row of the input goes through."""
+    scan = rows.scan()
+    given = any(getattr(params, name) != default for name, default in CHAT_ONLY.items())
+    if given and scan.total and scan.only_texts and not rows.chat:
+        raise InvalidInput(
+            f"{', '.join(CHAT_ONLY)} (and --no-thinking) are for chat templates, but all prompts are texts, which are"
+            " continued as they stand; give --chat (chat=True in Python) to run each as a user's message"
+        )
+    if scan.unlimited and params.max_tokens == SamplingParams.max_tokens:
+        lines = count(scan.unlimited, "batch line has", "batch lines have")
+        message(f"{lines} no max_tokens: texts end at {params.max_tokens} tokens (--max-tokens N sets another number)")
 
 
 class RowRunner(Protocol):
@@ -107,6 +123,7 @@ class EngineRunner:
         reader = self.engine.reader
         reader.check(self.params)
         reader.check_chat(store.rows.chat)
+        check_rows(store.rows, self.params)
         return self.engine.core.source.name
 
     def manifest(self, store: JobStore, known: Manifest) -> Manifest:

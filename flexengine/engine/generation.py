@@ -18,7 +18,7 @@ from flexengine.engine.summary import Progress, SweepReports
 from flexengine.engine.survey import Arranged, Arrangement
 from flexengine.errors import InvalidInput
 from flexengine.job.rows import Request
-from flexengine.model.tokenizer import Stops
+from flexengine.model.tokenizer import Stops, resolved
 from flexengine.runtime.execute import shortage
 from flexengine.runtime.lane import forget_variables
 from flexengine.schedule.batches import Batch
@@ -169,6 +169,7 @@ class Generation:
 
     def _enter(self, arranged: Arranged) -> None:
         request, sampling = arranged.request, arranged.request.sampling
+        edited = resolved(sampling, self.tokenizer, self.eos)
         row = self._rows[request.index] = OpenRow(request, [])
         parts = [(target.prompt_ids, target.continuation) for target in request.targets]
         parts = parts or [(request.prompt_ids, ())] * sampling.n
@@ -176,7 +177,7 @@ class Generation:
         for number, ((ids, targets), (length, most), stem) in enumerate(each):
             sequence = RowSequence(
                 next(self._ids), length, most, stem, len(targets), self.step_by_step, row=request.index, sample=number,
-                noise_row=request.noise_row, prompt=ids, sampling=sampling, targets=targets,
+                noise_row=request.noise_row, prompt=ids, sampling=edited, targets=targets,
                 stops=Stops(self.tokenizer, sampling, self.eos, ids),
             )  # fmt: skip
             row.sequences.append(sequence)

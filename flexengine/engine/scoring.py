@@ -16,6 +16,7 @@ from typing import Any
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
+from flexengine.job.foreign import whole
 from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Request, Row, Target, check_text, checked_ids, tokenized
 from flexengine.model.tokenizer import opening, token_ids
 
@@ -36,7 +37,7 @@ def encode_scored(row: Row, tokenizer: Any, context: int, defaults: SamplingPara
         choices = _Reading(tokenizer, context, vocabulary).choices(row.request)
         own = row.request.get("logprobs")
         own = defaults.logprobs if own is None or isinstance(own, list) else own  # a list is of an earlier job
-        sampling = SamplingParams(1, logprobs=own, ignore_eos=True)
+        sampling = SamplingParams(1, logprobs=whole(own), ignore_eos=True)
     except InvalidInput as error:
         return row.refused(str(error))
     return Request(row.index, choices[0][0].context, sampling, row.line, choices=choices, prompt=row.prompt)

@@ -4,7 +4,9 @@ Requests are read in windows of WINDOW_TOKENS. In a window, requests with a comm
 so that the prefix is computed once.
 """
 
+import logging
 import pickle
+import re
 import tempfile
 from array import array
 from collections import Counter, deque
@@ -20,7 +22,7 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.rows import Request, Row, chat_fault, encode, row_of
 from flexengine.model.skeleton import Skeleton
-from flexengine.model.tokenizer import check_stops, named_tokens
+from flexengine.model.tokenizer import check_edits
 from flexengine.plan.formatting import count
 from flexengine.plan.workload import Size, Workload
 from flexengine.schedule.prefixes import Stem, order_of, stems_above, stems_of
@@ -203,6 +205,7 @@ class PromptReader:
         self.tokenizer, self.context = tokenizer, skeleton.context_length or _ENDLESS
         self.now: datetime | None = None
         self.shares, self.vocabulary = shares, skeleton.head[1][0]
+        self._unused = set[str]()  # variables of chat templates that were reported as unused
         self.unscored = skeleton.head_module.step.fault  # why this model cannot score; None if it can
 
     def check(self, params: SamplingParams) -> None:
@@ -213,7 +216,7 @@ class PromptReader:
                 f"stop_token_ids holds {unknown}, but the model has {self.vocabulary:,} tokens; give ids from 0 to"
                 f" {self.vocabulary - 1}"
             )
-        check_stops(params, self.tokenizer)
+        check_edits(params, self.tokenizer, self.vocabulary)
 
     def check_chat(self, chat: bool) -> None:
         """Raise InvalidInput if prompts are to be run as a user's messages and this model has no chat template for
@@ -239,10 +242,21 @@ class PromptReader:
             item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary)
             try:
                 if isinstance(item, Request):
-                    named_tokens(item.sampling, self.tokenizer)
+                    check_edits(item.sampling, self.tokenizer, self.vocabulary)
+                    self._report_unused(item.sampling.chat_template_kwargs or {})
                 yield item
             except InvalidInput as error:
                 yield row.refused(str(error))
+
+    def _report_unused(self, variables: Iterable[str]) -> None:
+        """Report variables that no chat template of the model has, once each: transformers ignores them silently."""
+        if new := [name for name in variables if name not in self._unused]:
+            templates = str(getattr(self.tokenizer, "chat_template", None) or new)
+            self._unused.update(new)
+            if unused := [name for name in new if not re.search(rf"\b{re.escape(name)}\b", templates)]:
+                message(
+                    f"the model's chat template does not use {', '.join(unused)}, so it has no effect", logging.WARNING
+                )
 
     def survey(
         self,

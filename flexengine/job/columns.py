@@ -12,12 +12,14 @@ import numpy as np
 
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault
-from flexengine.job.read_tables import record_of, records_of, whole_number
+from flexengine.job.foreign import FOREIGN
+from flexengine.job.read_tables import record_of, records_of
 from flexengine.job.results import finite
-from flexengine.job.rows import OVERRIDES, PROMPT_KINDS, TOOLS, Row
+from flexengine.job.rows import OVERRIDES, PROMPT_KINDS, TOOLS, VARIABLES, Row
 
 INDEX = "index"
-READ = (*PROMPT_KINDS, TOOLS, *OVERRIDES, INDEX)
+OBJECTS = ("logit_bias", VARIABLES)  # sampling fields that may be JSON text
+READ = (*PROMPT_KINDS, TOOLS, *OVERRIDES, *FOREIGN, INDEX)
 Generate = Callable[[list[Row]], list[Result]]
 
 
@@ -144,7 +146,7 @@ def _cells(batch: Any) -> Iterator[dict[str, Any]]:
 
 def _row(position: int, cells: dict[str, Any]) -> Row:
     record = record_of(0, {name: _python(cell) for name, cell in cells.items()}, ("prompt",))
-    fields = {name: whole_number(name, value) for name, value in record.fields.items() if value is not None}
+    fields = {name: value for name, value in record.fields.items() if value is not None}
     index = fields.pop(INDEX, position)
     if isinstance(index, float) and index.is_integer():
         index = int(index)
@@ -153,7 +155,8 @@ def _row(position: int, cells: dict[str, Any]) -> Row:
     row = Row(index, 0, fields)
     if record.fault is not None:
         return row.refused(record.fault)
-    for name in ("messages", TOOLS) if fields.get("messages") is not None else ():
+    texts = ("messages", TOOLS) if fields.get("messages") is not None else ()
+    for name in (*texts, *OBJECTS):
         try:
             if isinstance(text := fields.get(name), str):
                 fields[name] = json.loads(text)

@@ -29,6 +29,7 @@ class InputScan(NamedTuple):
     total: int
     sha256: str  # hex digest of all bytes of the input after decompression, including those beyond the limit
     only_texts: bool  # whether all rows without an error have a text as prompt, and none is an OpenAI batch line
+    unlimited: int  # OpenAI batch lines that do not say how many tokens are generated
 
 
 class InputRows(AbstractContextManager["InputRows"]):
@@ -122,11 +123,12 @@ class InputRows(AbstractContextManager["InputRows"]):
         """
         if self._scan is not None:
             return self._scan
-        total, only_texts, digest, hashes = 0, True, hashlib.sha256(), array("q")
+        total, only_texts, digest, hashes, unlimited = 0, True, hashlib.sha256(), array("q"), 0
         for row in self.hashed(digest):
             total += 1
             advance()
             only_texts = only_texts and (row.error is not None or (not row.is_batch and isinstance(row.prompt, str)))
+            unlimited += row.is_batch and row.error is None and row.request.get("max_tokens") is None
             if row.custom_id:
                 hashes.append(hash(row.custom_id))
         if hashes:
@@ -137,7 +139,7 @@ class InputRows(AbstractContextManager["InputRows"]):
                 raise InvalidInput(
                     f"every custom_id must be unique, but these are found twice: {listed}; change one of each"
                 )
-        self._scan = InputScan(total, digest.hexdigest(), only_texts)
+        self._scan = InputScan(total, digest.hexdigest(), only_texts, unlimited)
         return self._scan
 
 

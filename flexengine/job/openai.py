@@ -1,9 +1,10 @@
 """OpenAI's batch format: input lines hold requests, output lines hold responses.
 
-Input: {"custom_id": ..., "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": {...}}. Fields
-of the body that are absent or null take the job's defaults, even if OpenAI has another default (temperature). Unknown
-fields are refused, never ignored. Output: {"id", "custom_id", "response", "error"}. An output line depends only on the
-input line and its result, so that a resumed job writes the same bytes.
+Input: {"custom_id": ..., "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": {...}}. URLs of
+other services that end alike, such as Azure's /chat/completions, are read, too. Fields of the body that are absent or
+null take the job's defaults, even if OpenAI has another default (temperature). Unknown fields are refused, never
+ignored. Output: {"id", "custom_id", "response", "error"}. An output line depends only on the input line and its result,
+so that a resumed job writes the same bytes.
 """
 
 import hashlib
@@ -15,23 +16,18 @@ from typing import Any
 
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput, json_kind, shown
-from flexengine.job.rows import TOOLS, Row, check_format, messages_of, tools_of, with_parsed_arguments
+from flexengine.job.foreign import FOREIGN, TEMPLATE, asks
+from flexengine.job.rows import OVERRIDES, TOOLS, Row, check_format, messages_of, tools_of, with_parsed_arguments
 
 COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
 MAX_ID_CHARACTERS = 512
-_SAME = (
-    "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
-    "top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids",  # beyond OpenAI's, as vLLM takes them
-)  # fmt: skip
+_SAME = tuple(name for name in OVERRIDES if name not in ("max_tokens", "logprobs"))  # with names of vLLM
 _WITHOUT_EFFECT = {
-    "model", "user", "metadata", "store", "service_tier", "prediction",
+    "model", "user", "metadata", "store", "service_tier", "prediction", "priority",
     "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 }  # fmt: skip
-# Fields that are accepted with the one value that is done here anyway.
-_ONLY: tuple[tuple[str, Any], ...] = (
-    ("stream", False), ("echo", False), ("logit_bias", {}), ("modalities", ["text"]),
-    ("response_format", {"type": "text"}),
-)  # fmt: skip
+# Fields that are accepted with the one value that is done here anyway, beside those of FOREIGN.
+_ONLY = {"modalities": ["text"], "response_format": {"type": "text"}}
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 _CONFIRMED_AT_ONCE = 4096  # repeated hashes that are compared by custom_id in one pass over the rows
 _VERY_UNLIKELY = -9999.0  # OpenAI's value for a log probability of minus infinity, which JSON cannot hold
@@ -43,36 +39,46 @@ def custom_id_of(fields: dict[str, Any]) -> str:
     return value if isinstance(value, str) and len(value) <= MAX_ID_CHARACTERS else ""
 
 
+def kind_of(url: Any) -> str | None:
+    """Return which of URLS the URL of a batch line means, with another beginning or a query; None for another one."""
+    path = f"/{url.partition('?')[0].rstrip('/')}" if isinstance(url, str) else ""
+    return next((kind for kind in reversed(URLS) if path.endswith(kind.removeprefix("/v1"))), None)
+
+
 def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a batch line's request, with the field names of a plain row. SamplingParams checks the values of sampling
     fields later. Raise InvalidInput if the line is no valid batch line; the message names the field."""
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+    kind = kind_of(url)
     if not isinstance(custom_id, str) or not custom_id:
         raise InvalidInput(f"custom_id is {shown(custom_id)}; it must be a string that is not empty")
     if len(custom_id) > MAX_ID_CHARACTERS:
         raise InvalidInput(f"custom_id has {len(custom_id)} characters; at most {MAX_ID_CHARACTERS} are allowed")
-    if fields.get("method") != "POST":
+    if str(fields.get("method")).upper() != "POST":
         raise InvalidInput(f"method is {shown(fields.get('method'))}; it must be POST")
-    if url not in URLS:
+    if kind is None:
         raise InvalidInput(f"url is {shown(url)}; it must be {' or '.join(URLS)}")
     if not isinstance(body, dict):
         raise InvalidInput(f"body is {json_kind(body)}; it must be an object")
     if misplaced := sorted({"prompt", "messages", "max_tokens", "max_completion_tokens", *_SAME} & set(fields)):
         raise InvalidInput(f"has {misplaced} beside body; move them into body")
     remaining = {name: value for name, value in body.items() if value is not None}
-    request = _chat(remaining) if url == CHAT else _completion(remaining)
+    request = _chat(remaining) if kind == CHAT else _completion(remaining)
     request |= _max_tokens(remaining)
     request |= {name: remaining.pop(name) for name in _SAME if name in remaining}
-    if request.get("top_k") == -1:  # in vLLM -1 is all tokens
-        request["top_k"] = 0
     check_format(remaining)
-    for name, only in (*_ONLY, ("best_of", request.get("n", 1))):
-        if name in remaining and type(remaining[name]) is type(only) and remaining[name] == only:
-            del remaining[name]
-    if remaining.keys() - _WITHOUT_EFFECT:
-        remaining = {name: value for name, value in remaining.items() if name not in _WITHOUT_EFFECT}
-        raise InvalidInput(f"body has {sorted(remaining)}, which {url} does not support here; remove them")
+    given = request.get("n", 1), request.get("temperature", 0)
+    if refused := sorted(name for name, value in remaining.items() if _is_refused(name, value, *given)):
+        template = [name for name in refused if name in TEMPLATE]
+        moved = f", or move {template} into chat_template_kwargs" if template else ""
+        raise InvalidInput(f"body has {refused}, which {url} does not support here; remove them{moved}")
     return request
+
+
+def _is_refused(name: str, value: Any, n: Any, temperature: Any) -> bool:
+    if name in FOREIGN:
+        return asks(name, value, n, temperature)
+    return name not in _WITHOUT_EFFECT and (name not in _ONLY or value != _ONLY[name])
 
 
 def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     logprobs, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
     if not isinstance(logprobs, bool):
         raise InvalidInput(f"logprobs is {shown(logprobs)}; it must be true or false")
-    if top is not None and not logprobs:
+    if top and not logprobs:
         raise InvalidInput("top_logprobs is given without logprobs; set logprobs to true, too")
     chosen = ({"logprobs": top or 0} if logprobs else {}) | ({TOOLS: tools} if tools else {})
     return {"messages": messages_of(own or messages), **chosen}
@@ -169,7 +175,7 @@ def batch_line(row: Row, result: Result, model_name: str, created: int) -> dict[
 
 
 def _body(row: Row, result: Result, digest: str) -> dict[str, Any]:
-    chat = row.fields.get("url") == CHAT
+    chat = kind_of(row.fields.get("url")) == CHAT
     samples: Sequence[Completion | Result] = result.samples or [result]
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",

@@ -259,12 +259,12 @@ def utf8_fault(raw: bytes) -> str | None:
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line. Raise InvalidInput if the line holds none, or holds NaN or numbers beyond a
-    float's range."""
+    """Return the JSON object in a line. NaN and Infinity, which Python and pandas write, become None. Raise
+    InvalidInput if the line holds no object, or holds numbers beyond a float's range."""
     if fault := utf8_fault(raw):
         raise InvalidInput(fault)
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
+        value = json.loads(raw.decode("utf-8"), parse_constant=lambda _: None, parse_float=_finite)
     except json.JSONDecodeError as error:  # its own text counts lines within this line
         raise InvalidInput(f"invalid JSON: {json_reason(error)} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:
@@ -280,8 +280,6 @@ def json_reason(error: json.JSONDecodeError) -> str:
 
 
 def _finite(text: str) -> float:
-    if text in ("NaN", "Infinity", "-Infinity"):
-        raise ValueError(f"{text} is not a JSON number")
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text} is beyond the range of a float")

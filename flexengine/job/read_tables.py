@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -63,13 +63,6 @@ def check_columns(source: InputFile, columns: list[str], wanted: tuple[str, ...]
     )
 
 
-def whole_number(name: str, value: Any) -> Any:
-    """Return a cell's value. In a column named like a sampling field of whole numbers 9.0 becomes 9, as columns with
-    gaps hold floats."""
-    whole = int in SAMPLING_TYPES.get(name, ()) and isinstance(value, float) and value.is_integer()
-    return int(value) if whole else value
-
-
 def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .tsv") -> str:
     """Return, for a message, the character that seems to separate the columns, and what to do; "" if there is none.
 
@@ -92,7 +85,7 @@ def open_table(source: InputFile, column: str | None, score: bool) -> ReadRows:
         if column in PROMPT_KINDS[1:]:
             raise InvalidInput(f"input {source.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
     texts = (column or "prompt", *((CONTEXT, *SCORED_KINDS) if score else ()))
-    convert = whole_number if not in_text else _scored_cell if score else parsed_cell
+    convert = _scored_cell if score else parsed_cell
 
     def table(file: BinaryIO) -> tuple[list[str], Iterator[TableRow]]:
         return csv_table(file, source) if in_text else arrow_table(source, texts)
@@ -103,7 +96,8 @@ def open_table(source: InputFile, column: str | None, score: bool) -> ReadRows:
             if record.fault is not None:
                 raise InvalidInput(record.fault)
             request = plain_request(record.fields, column, score)
-            return replace(row, request={name: convert(name, value) for name, value in request.items()})
+            cells = {name: convert(name, value) for name, value in request.items()} if in_text else request
+            return replace(row, request=cells)
         except InvalidInput as error:
             return row.refused(str(error))
 
@@ -207,7 +201,7 @@ def parsed_cell(name: str, cell: str) -> Any:
 
     In a column named like a sampling field this is the number, boolean or list in the text, or None, for the default,
     if the cell is empty. In other columns it is the text itself. Whole numbers may end in .0 (pandas writes them so),
-    booleans are true and false, lists are JSON, and a list of one may be its element alone.
+    booleans are true and false, lists and objects are JSON, and a list of one may be its element alone.
 
     Raises:
         InvalidInput: the text is no value of this sampling field.
@@ -218,6 +212,8 @@ def parsed_cell(name: str, cell: str) -> Any:
     if not cell:
         return None
     try:
+        if Mapping in kinds:
+            return json.loads(cell)
         if tuple in kinds:
             return json.loads(cell) if cell.startswith("[") else [cell if str in kinds else _whole(cell)]
         if bool in kinds:
@@ -225,6 +221,7 @@ def parsed_cell(name: str, cell: str) -> Any:
         return float(cell) if float in kinds else _whole(cell)
     except (ValueError, KeyError, RecursionError) as error:
         wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"
+        wanted = "a JSON object" if Mapping in kinds else wanted
         if tuple in kinds:
             wanted = "a JSON list" if str in kinds else "a JSON list of whole numbers, or one whole number"
         raise InvalidInput(

@@ -5,13 +5,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_fault, json_kind, library_faults, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
+from flexengine.job.foreign import CHAT_ONLY, OVERRIDES, VARIABLES, check_foreign, own_sampling, whole  # noqa: F401
 from flexengine.job.templates import chat_text, has_template
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
@@ -77,8 +78,8 @@ def row_of(prompt: object, index: int) -> Row:
         return prompt
     if isinstance(prompt, str):
         return Row(index, 0, {"prompt": prompt})
-    if isinstance(prompt, Mapping):
-        return Row(index, 0, dict(prompt))
+    if isinstance(prompt, Mapping):  # pandas has NaN for no value
+        return Row(index, 0, {k: v for k, v in prompt.items() if not (isinstance(v, float) and math.isnan(v))})
     return Row(index, 0).refused(f"is {json_kind(prompt)}; it must be a string or an object with the fields of a row")
 
 
@@ -86,9 +87,6 @@ def without_place(error: str) -> str:
     """Return a row's error without the line and the number of the row at its beginning, as in "line 3: ..." and
     "row 2 (line 3): ..."."""
     return _PLACE.sub("", error)
-
-
-OVERRIDES = tuple(f.name for f in fields(SamplingParams))
 
 
 class Target(NamedTuple):
@@ -160,13 +158,12 @@ def encode(
     tokenizer = None if tokenizer is None else BoundedTokenizer(tokenizer, context_length)
     request = row.request
     try:
-        for name in ("max_new_tokens", "max_completion_tokens"):  # other programs' names, which would be read as data
-            if request.get(name) is not None and request.get("max_tokens") is None:
-                raise InvalidInput(f"{name} is {shown(request[name])}; the field is named max_tokens here: rename it")
         check_format(request)
-        sampling = replace(defaults, **{k: request[k] for k in OVERRIDES if request.get(k) is not None})
+        sampling = own_sampling(request, defaults)
+        if not row.is_batch:
+            check_foreign(request, sampling)
         known = len(tokenizer) if vocab_size is None and tokenizer else vocab_size
-        ids = _prompt_ids(request, tokenizer, known, row.chat, now or datetime.now())
+        ids = _prompt_ids(request, tokenizer, known, row.chat, sampling.template_options, now or datetime.now())
         if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
             raise InvalidInput(f"stop_token_ids holds {foreign[0]}; token ids lie in [0, {vocab_size})")
         total = len(ids) + sampling.max_tokens
@@ -184,9 +181,19 @@ def encode(
 
 
 def _prompt_ids(
-    request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None, as_message: bool, now: datetime
+    request: Mapping[str, Any],
+    tokenizer: Any,
+    vocab_size: int | None,
+    as_message: bool,
+    options: Mapping[str, Any],
+    now: datetime,
 ) -> tuple[int, ...]:
-    """Return the token ids of a request's prompt. as_message: run text as a user's message."""
+    """Return the token ids of a request's prompt.
+
+    Args:
+        as_message: run text as a user's message.
+        options, now: as for `chat_token_ids`.
+    """
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
         fields = (
@@ -196,30 +203,41 @@ def _prompt_ids(
             f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed"
             f"{'' if present else fields}"
         )
-    kind = present[0]
-    if kind == "messages":
-        return _chat_ids(kind, request[kind], request, tokenizer, now)
-    if kind == "prompt" and as_message and isinstance(prompt := request[kind], str):
-        return _chat_ids(kind, [{"role": "user", "content": prompt}], request, tokenizer, now)
+    kind, prompt = present[0], request[present[0]]
+    if kind == "prompt" and as_message and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    listed = isinstance(prompt, list | tuple) and bool(prompt)
+    if kind == "messages" or (kind == "prompt" and listed and all(isinstance(each, Mapping) for each in prompt)):
+        return _chat_ids(kind, prompt, request, tokenizer, options, now)
+    for name, default in CHAT_ONLY.items():
+        if request.get(name) not in (None, default, {}):
+            raise InvalidInput(
+                f"{name} needs messages, as it is for a chat template; {kind} has none: send messages, or"
+                " give --chat (chat=True in Python)"
+            )
     if request.get(TOOLS) and json_kind(request[TOOLS]) == "an array":
         raise InvalidInput(f"tools needs messages, as a chat template writes them; {kind} has none: send messages")
-    if kind == "prompt_token_ids":
-        return checked_ids(kind, request[kind], vocab_size)
-    if not isinstance(prompt := request[kind], str):
-        raise InvalidInput(f"prompt is {json_kind(prompt)}; it must be a string")
+    if kind == "prompt_token_ids" or (listed and all(type(whole(each)) is int for each in prompt)):
+        return checked_ids(kind, prompt, vocab_size)
+    if not isinstance(prompt, str):
+        others = ", an array of messages (objects with role and content) or an array of token ids" if listed else ""
+        raise InvalidInput(f"prompt is {json_kind(prompt)}; it must be a string{others}")
     check_text(kind, prompt)
     return _text_ids(kind, tokenizer, lambda: tokenizer(prompt, verbose=False))
 
 
-def _chat_ids(kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any, now: datetime) -> tuple[int, ...]:
-    """Return the token ids of messages, with the request's tools. kind: field that the messages are from."""
+def _chat_ids(
+    kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], now: datetime
+) -> tuple[int, ...]:
+    """Return the token ids of messages, with the request's tools. kind: field that the messages are from. options, now:
+    as for `chat_token_ids`."""
     messages, tools = messages_of(given), tools_of(request)
     try:
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
     except RecursionError as error:
         raise InvalidInput("messages are nested too deeply") from error
     check_text(kind, text)
-    return _text_ids(kind, tokenizer, lambda: chat_token_ids(tokenizer, messages, tools, now))
+    return _text_ids(kind, tokenizer, lambda: chat_token_ids(tokenizer, messages, tools, now, options))
 
 
 def tokenized(kind: str, tokenizer: Any, tokenize: Callable[[], Any], instead: str = "prompt_token_ids") -> Any:
@@ -259,6 +277,7 @@ def check_text(kind: str, text: str) -> None:
 def checked_ids(kind: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
     """Return token ids as a tuple. Raise InvalidInput, with the field's name `kind`, if these are no token ids."""
     value = value.tolist() if hasattr(value, "tolist") else value  # an array of numpy, or a tensor of torch
+    value = whole(value)
     if not isinstance(value, (list, tuple)) or not value:
         raise InvalidInput(f"{kind} is {shown(value)}; it must be an array of token ids that is not empty")
     top = math.inf if vocab_size is None else vocab_size
@@ -376,20 +395,30 @@ def check_format(request: Mapping[str, Any]) -> None:
         raise InvalidInput(f'response_format is {shown(dict(wanted))}; only {{"type": "text"}} is supported: remove it')
 
 
-def chat_token_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, now: datetime) -> Any:
-    """Return the token ids of a chat, as the tokenizer's chat template writes it. now: local time for the template.
+def chat_token_ids(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    now: datetime,
+    options: Mapping[str, Any] = {},
+) -> Any:
+    """Return the token ids of a chat, as the tokenizer's chat template writes it.
+
+    Args:
+        now: local time for the template.
+        options: further arguments of `apply_chat_template`.
 
     Raises:
         InvalidInput: the chat template does not use the tools. transformers would leave them out silently.
         Any error of the template.
     """
-    options: dict[str, Any] = {"add_generation_prompt": True}
-    text = chat_text(tokenizer, messages, tools, now, **options)
-    if tools and text == chat_text(tokenizer, messages, None, now, **options):
+    given = {"add_generation_prompt": True, **options}
+    text = chat_text(tokenizer, messages, tools, now, **given)
+    if tools and text == chat_text(tokenizer, messages, None, now, **given):
         raise InvalidInput(
             "tools are given, but the model's chat template does not use them; remove them, or take a"
             " model whose template does"
         )
     if has_template(tokenizer):
         return tokenizer(text, add_special_tokens=False, verbose=False)
-    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **options)
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **given)

@@ -14,6 +14,7 @@ from typing import Any
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import InputRows
+from flexengine.job.rows import CHAT_ONLY
 
 FORMAT = 3
 MODEL_FILES = "model_files"
@@ -24,7 +25,10 @@ CHAT, SCORE = "chat", "score"  # in the manifest only if they are true
 _APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # each compared by its own function
 INFORMATIVE = frozenset({"input", "model"})  # names, not compared: files may be renamed while their bytes stay equal
 _ABSENT, _EXACT = "absent", "exact"
-_DEFAULTS = {CHAT: "false", SCORE: "false"}  # values, as JSON, of names that a manifest may lack
+# Sampling parameters that a manifest has only if they are set, as earlier versions had none of them.
+_ONLY_IF_SET = ("min_tokens", "logit_bias", "bad_words", *CHAT_ONLY)
+# Values, as JSON, of names that a manifest may lack.
+_DEFAULTS = {CHAT: "false", SCORE: "false"} | {n: json.dumps(getattr(SamplingParams(), n)) for n in _ONLY_IF_SET}
 _LONG = 60  # most characters of a value in a message
 _MOST_FILES = 4  # most file names in a message
 
@@ -48,7 +52,8 @@ def manifest_of(
     given = {"input": rows.path.name, INPUT_DIGEST: rows.scan().sha256, "input_format": rows.form,
              "prompt_column": rows.prompt_column, "output_format": "jsonl"}  # fmt: skip
     only_if_true = {name: True for name, value in ((CHAT, rows.chat), (SCORE, rows.score)) if value}
-    values = {"format": FORMAT, **given, **only_if_true, **engine, **asdict(sampling), LOSSY: dict(lossy)}
+    set_now = {n: v for n, v in asdict(sampling).items() if n not in _ONLY_IF_SET or v != getattr(SamplingParams(), n)}
+    values = {"format": FORMAT, **given, **only_if_true, **engine, **set_now, LOSSY: dict(lossy)}
     plain: Manifest = json.loads(json.dumps(values))  # tuples become lists, as when the journal is read
     return plain
 

@@ -22,7 +22,7 @@ NONFINITE = -1  # replaces a token id if the logits hold NaN or +inf, or only -i
 class Draw(NamedTuple):
     """Parameters of the choice of one row's next token. Row, sample and seed determine the noise."""
 
-    sampling: SamplingParams
+    sampling: SamplingParams  # as `Stops.resolved` returns them: bad words are token ids
     row: int  # number of the prompt in the job; 0 for a prompt with a seed of its own
     sample: int  # number of the continuation, of n continuations of the prompt
     prompt: Sequence[int]  # token ids
@@ -49,8 +49,9 @@ def uniform(seed: int, row: int, sample: int, token: int) -> float:
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     """Return the next token of each row.
 
-    The steps are, in this order and as in transformers: repetition penalty; presence and frequency penalty; at
-    temperature 0 the largest logit, of equal ones the lowest id; otherwise temperature, top-k, top-p, min-p, one draw.
+    The steps are, in this order and as in transformers: logit bias, in fp32; tokens that min_tokens and bad_words
+    forbid; repetition penalty; presence and frequency penalty; at temperature 0 the largest logit, of equal ones the
+    lowest id; otherwise temperature, top-k, top-p, min-p, one draw.
 
     * top-k keeps the tokens that are at least as likely as the k-th, so more than k if several equal the k-th.
     * top-p applies to the distribution after top-k: a token stays if the tokens before it, ordered by probability and
@@ -72,7 +73,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     finite = logits.gather(-1, largest[:, None])[:, 0].isfinite()
     tokens: list[int] = torch.where(finite, largest, NONFINITE).tolist()
     return [
-        Sampled(token, None, ()) if token == NONFINITE or _plain(draw.sampling) else _row(logits[i].double(), draw)
+        Sampled(token, None, ()) if token == NONFINITE or _plain(draw) else _row(logits[i].double(), draw)
         for i, (token, draw) in enumerate(zip(tokens, draws, strict=True))
     ]
 
@@ -95,8 +96,11 @@ def _text(token: int, tokenizer: Any) -> str | None:
     return twice[len(once) :] if twice.startswith(once) else once
 
 
-def _plain(s: SamplingParams) -> bool:
+def _plain(draw: Draw) -> bool:
     """Return whether a row needs only its largest logit."""
+    s = draw.sampling
+    if s.logit_bias or s.bad_words or len(draw.generated) < s.min_tokens:
+        return False
     penalises = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
     return s.temperature == 0 and s.logprobs is None and not penalises
 
@@ -104,11 +108,32 @@ def _plain(s: SamplingParams) -> bool:
 def _row(row: Tensor, draw: Draw) -> Sampled:
     """Return the next token of one row, fp64 [vocabulary], whose largest value is finite."""
     k = draw.sampling.logprobs
-    token = _choose(_penalised(row, draw), draw)
+    allowed = _allowed(row, draw)
+    if allowed is not row and allowed.max() == -torch.inf:
+        return Sampled(NONFINITE, None, ())
+    token = _choose(_penalised(allowed, draw), draw)
     if k is None:
         return Sampled(token, None, ())
     logprobs = row.log_softmax(0)
     return Sampled(token, float(logprobs[token]), _most_likely(logprobs, k))
+
+
+def _allowed(row: Tensor, draw: Draw) -> Tensor:
+    """Return the row with logit biases, and -inf for tokens that bad words or a continuation's least length forbid."""
+    s, size = draw.sampling, len(row)
+    if bias := {token: number for token, number in (s.logit_bias or {}).items() if token < size}:
+        ids = torch.tensor([*bias], device=row.device)
+        added = torch.tensor([*bias.values()], dtype=torch.float32, device=row.device)
+        row = row.index_copy(0, ids, (row[ids].float() + added).to(row))
+    forbidden = {*s.stop_token_ids} if len(draw.generated) < s.min_tokens else set[int]()
+    longest = max(map(len, s.bad_words), default=0)
+    before = (*draw.prompt[-longest:], *draw.generated[-longest:]) if longest > 1 else ()
+    for word in s.bad_words:
+        begin = tuple(word[:-1])
+        if len(begin) <= len(before) and before[len(before) - len(begin) :] == begin:
+            forbidden.add(int(word[-1]))
+    ids = torch.tensor([token for token in forbidden if token < size], dtype=torch.int64, device=row.device)
+    return row.index_fill(0, ids, -torch.inf) if len(ids) else row
 
 
 def _penalised(row: Tensor, draw: Draw) -> Tensor:

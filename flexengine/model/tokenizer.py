@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -176,13 +177,52 @@ def _special(tokenizer: Any, text: str) -> int | None:
         return token if tokenizer.decode([token]) == text else None
 
 
+def bad_word_ids(sampling: SamplingParams, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each bad word, as vLLM has them: those of the text without white space before it, and those
+    after a space if they are as many and begin with another token. Raise InvalidInput if a text has no tokens."""
+    found = dict[tuple[int, ...], None]()
+    for word in sampling.bad_words:
+        if not isinstance(word, str):
+            found[word] = None
+            continue
+        if tokenizer is None:
+            raise InvalidInput(f"bad_words has {word!r:.80}, but the checkpoint has no tokenizer; give token ids")
+        bare, spaced = (tuple(token_ids(tokenizer, space + word.lstrip(), special=False)) for space in ("", " "))
+        if not bare:
+            raise InvalidInput(f"bad_words has {word!r:.80}, which has no tokens; remove it")
+        found[bare] = None
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found[spaced] = None
+    return tuple(found)
+
+
+def check_edits(sampling: SamplingParams, tokenizer: Any, vocabulary: int) -> None:
+    """Raise InvalidInput if there are stop strings or bad words that cannot be found, or tokens of logit_bias or
+    bad_words that the model does not have. vocabulary: its number of tokens."""
+    named_tokens(sampling, tokenizer)
+    words = bad_word_ids(sampling, tokenizer) if sampling.bad_words else ()
+    for name, ids in (("logit_bias", sampling.logit_bias or ()), ("bad_words", (i for word in words for i in word))):
+        if unknown := [token for token in ids if token >= vocabulary]:
+            raise InvalidInput(f"{name} holds token {unknown[0]}; token ids lie in [0, {vocabulary})")
+
+
+def resolved(sampling: SamplingParams, tokenizer: Any, eos: Collection[int]) -> SamplingParams:
+    """Return the parameters as `sample` needs them: bad words as token ids, and with min_tokens all end tokens as stop
+    tokens. eos: as for `Stops`."""
+    if not (sampling.bad_words or sampling.min_tokens):
+        return sampling
+    ends = tuple(sorted(token for token in Stops(tokenizer, sampling, eos).tokens if token >= 0))
+    return replace(sampling, bad_words=bad_word_ids(sampling, tokenizer), stop_token_ids=ends)
+
+
 class Stops:
     """End conditions of one continuation.
 
     Stop strings are searched in the text that `text` returns: of generated tokens only, without special tokens. The
     text continues the prompt's: many tokenizers drop the leading space of tokens that are decoded without the prompt. A
     stop string that is the name of a special token, such as <|im_end|>, never occurs in this text and stands for the
-    token.
+    token. With min_tokens a stop string counts only if it ends after this many tokens, as in vLLM. `sample` gives end
+    tokens no probability before.
 
     Args:
         tokenizer: a transformers tokenizer, or None. Stop strings without one raise InvalidInput.
@@ -193,24 +233,22 @@ class Stops:
     def __init__(
         self, tokenizer: Any, sampling: SamplingParams, eos: Collection[int], prompt: Sequence[int] = ()
     ) -> None:
-        self._prompt = prompt
+        self._prompt, self._least = prompt, sampling.min_tokens
         named = named_tokens(sampling, tokenizer)
         self._tokenizer, self._strings = tokenizer, sampling.stop
-        self._tokens = named.union(sampling.stop_token_ids, () if sampling.ignore_eos else eos)
+        self.tokens = named.union(sampling.stop_token_ids, () if sampling.ignore_eos else eos)
         self._longest = max(map(len, sampling.stop), default=0)
 
     def reason(self, generated: list[int]) -> str | None:
         """Return "stop" if the last token ends the continuation, else None. Must be called after every token."""
         if not generated:
             return None
-        if generated[-1] in self._tokens:
+        if generated[-1] in self.tokens:
             return "stop"
+        if not self._strings or len(generated) <= self._least:
+            return None
         # A decoded tail may contain a stop string that the whole text does not, so the whole text is searched too.
-        match = (
-            self._strings
-            and self._first(self._tail(generated)) >= 0
-            and self._first(self._continuation(generated)) >= 0
-        )
+        match = self._first(self._tail(generated)) >= 0 and self._end_of(generated, self._continuation(generated)) >= 0
         return "stop" if match else None
 
     def text(self, generated: list[int]) -> str | None:
@@ -221,7 +259,7 @@ class Stops:
         if self._tokenizer is None:
             return None
         text = self._continuation(generated)
-        end = self._first(text)
+        end = self._end_of(generated, text)
         return text if end < 0 else text[:end]
 
     def _tail(self, generated: list[int]) -> str:
@@ -240,9 +278,17 @@ class Stops:
             count *= 2
         return self._continuation(generated)
 
-    def _first(self, text: str) -> int:
-        """Return the position of the first stop string in `text`; -1 if there is none."""
-        return min((start for string in self._strings if (start := text.find(string)) >= 0), default=-1)
+    def _end_of(self, generated: list[int], text: str) -> int:
+        """Return the position at which a stop string ends the text of the generated tokens; -1 for no end."""
+        if not self._strings or not self._least:
+            return self._first(text)
+        return self._first(text, len(self._continuation(generated[: self._least])) + 1)
+
+    def _first(self, text: str, least: int = 0) -> int:
+        """Return the position of the first stop string in `text`; -1 if there is none. least: characters of the text up
+        to the first possible end of a stop string."""
+        starts = (text.find(string, max(0, least - len(string))) for string in self._strings)
+        return min((start for start in starts if start >= 0), default=-1)
 
     @cached_property
     def _context(self) -> tuple[list[int], str]:

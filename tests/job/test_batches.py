@@ -49,10 +49,9 @@ def test_survey_counts_rows_and_refuses_repeated_ids(tmp_path):
 
 # Mutations
 def judge(line: bytes) -> bool:
-    """Return whether a line is a JSON object by RFC 8259: the standard library's default reading, without NaN."""
+    """Return whether a line is a JSON object by the standard library's default reading, which takes NaN, too."""
     try:
-        value = json.loads(line.strip(b"\r\n").decode("utf-8"))
-        return isinstance(value, dict) and not ({"NaN", "Infinity", "-Infinity"} & set(str(value).split()))
+        return isinstance(json.loads(line.strip(b"\r\n").decode("utf-8")), dict)
     except ValueError:
         return False
 

@@ -116,6 +116,56 @@ def test_fields_of_those_names_that_ask_for_nothing_else():
         assert words(run({"messages": ASKED, **fields})) == "user : a assistant :"
 
 
+THINKING = (
+    "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant : "
+    "{% if enable_thinking is defined and not enable_thinking %}x{% endif %}{% endif %}"
+)
+BEGUN = [*ASKED, {"role": "assistant", "content": "b"}]
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {"add_generation_prompt": True}),
+        (OFF, {"add_generation_prompt": True, "enable_thinking": False}),
+        ({"chat_template_kwargs": {"enable_thinking": None}}, {"add_generation_prompt": True}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"continue_final_message": True}, {"continue_final_message": True}),
+        ({"continue_final_message": True, "add_generation_prompt": False}, {"continue_final_message": True}),
+    ],
+)
+def test_fields_for_the_template_are_those_of_transformers(fields, options):
+    expected = tokenizer(THINKING).apply_chat_template(BEGUN, **options)["input_ids"]
+    assert list(run({"messages": BEGUN, **fields}, THINKING).prompt_ids) == expected
+    assert list(run({"prompt": BEGUN, **fields}, THINKING).prompt_ids) == expected
+
+
+def test_a_rows_variables_are_added_to_those_of_all_rows():
+    defaults = SamplingParams(max_tokens=4, chat_template_kwargs={"enable_thinking": False, "a": 1})
+    row = Row(0, 4, {"messages": ASKED, "chat_template_kwargs": {"a": 2}})
+    made = encode(row, tokenizer(THINKING), 64, defaults)
+    assert made.sampling.chat_template_kwargs == {"enable_thinking": False, "a": 2}
+    assert words(made) == "user : a assistant : x"
+    assert words(encode(Row(0, 4, {"prompt": "a"}, chat=True), tokenizer(THINKING), 64, defaults)).endswith("x")
+
+
+@pytest.mark.parametrize("fields", [OFF, {"add_generation_prompt": False}, {"continue_final_message": True}])
+def test_fields_for_the_template_need_messages(fields):
+    for prompt in ({"prompt": "a"}, {"prompt_token_ids": [5]}):
+        assert f"{next(iter(fields))} needs messages" in error_of({**prompt, **fields})
+
+
+def test_unusable_fields_for_the_template():
+    for wrong, reason in (
+        ({"tokenize": False}, "has 'tokenize', which is no variable"),
+        (5, "is 5; it must be an object"),
+    ):
+        assert f"chat_template_kwargs {reason}" in error_of({"messages": ASKED, "chat_template_kwargs": wrong})
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    assert "are both true; leave one out" in error_of({"messages": ASKED, **both})
+
+
 @pytest.mark.parametrize("prompt", [{"prompt": "a"}, {"prompt_token_ids": [5]}])
 def test_tools_need_messages(prompt):
     assert "tools needs messages" in error_of({**prompt, "tools": TOOLS})

@@ -71,6 +71,18 @@ def test_numpy_cells_become_python_values() -> None:
     assert [r.index for r in rows] == [0, 1, 2, 3]
 
 
+def test_objects_may_be_json_text_and_fields_of_other_programs_are_read() -> None:
+    rows = rows_of({
+        "prompt": objects("a", "b", "c"),
+        "logit_bias": objects('{"5": -1}', None, "{"),
+        "chat_template_kwargs": objects({"a": False}, None, None),
+        "max_new_tokens": objects(None, 5, None),
+    })  # fmt: skip
+    assert rows[0].fields == {"prompt": "a", "logit_bias": {"5": -1}, "chat_template_kwargs": {"a": False}}
+    assert rows[1].fields == {"prompt": "b", "max_new_tokens": 5}
+    assert "logit_bias is text, but not JSON" in str(rows[2].error)
+
+
 def test_tools_beside_messages() -> None:
     chat, tools = [{"role": "user", "content": "a"}], [{"type": "function", "function": {"name": "f"}}]
     rows = rows_of({"messages": [chat, json.dumps(chat), chat], "tools": [tools, json.dumps(tools), "{broken"]})

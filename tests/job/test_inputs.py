@@ -43,8 +43,6 @@ def test_lines_and_indices(tmp_path):
         (b"17.5", "holds a number; a row"),
         (b'{"seed": ' + b"7" * 5000 + b"}", "invalid JSON: a whole number has over 4,300 digits"),
         (b"null", "holds null; a row must be an object"),
-        (b'{"prompt": "a", "x": NaN}', "NaN"),
-        (b'{"prompt": "a", "x": -Infinity}', "Infinity"),
         (b'{"prompt": "a", "x": 1e999}', "1e999"),
         (b'{"prompt": "a\x00b"}', "JSON"),
         (b"\x00\x00", "JSON"),
@@ -59,6 +57,15 @@ def test_a_bad_line_is_one_error_row(tmp_path, bad, reason):
     assert rows[1].error.startswith("line 2: ")
     assert reason in rows[1].error
     assert rows[1].fields == {}
+
+
+def test_nan_is_no_value(tmp_path: Path) -> None:
+    """As pandas and Python write it; Parquet files are read alike."""
+    data = b'{"prompt": "a", "x": NaN, "y": [Infinity, -Infinity], "max_tokens": NaN}\n'
+    for name, text in (("a.jsonl", data), ("b.json", b"[" + data + b"]")):
+        (row,) = rows_of(tmp_path, text, name)
+        assert row.fields == {"prompt": "a", "x": None, "y": [None, None], "max_tokens": None}
+        assert encode(row, make_tokenizer(), 9, DEFAULTS).sampling == DEFAULTS
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv"])
@@ -289,6 +296,11 @@ def test_csv_headers(tmp_path):
         ("ignore_eos", {"true": True, "False": False, "": None}, ["1", "yes", "[]"]),
         ("stop", {"###": ["###"], '["a", "b"]': ["a", "b"], "\n": ["\n"], "true": ["true"]}, ["[", "[a]"]),
         ("stop_token_ids", {"5": [5], "[5, 6]": [5, 6], "": None}, ["five", "5 6", "[5"]),
+        ("min_tokens", {"2": 2, "2.0": 2}, ["two"]),
+        ("bad_words", {"02": ["02"], '["a", [5]]': ["a", [5]]}, ["[a]"]),
+        ("logit_bias", {'{"5": -1}': {"5": -1}, "": None}, ["five", "{5: 1}"]),
+        ("chat_template_kwargs", {'{"a": false}': {"a": False}}, ["a"]),
+        ("add_generation_prompt", {"false": False}, ["no"]),
     ],
 )
 def test_sampling_fields_in_csv_cells(tmp_path, column, good, bad):

@@ -7,15 +7,18 @@ import subprocess
 import sys
 import tracemalloc
 from array import array
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from flexengine.config import Completion, Result, SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.openai import CHAT, COMPLETIONS, batch_line, custom_id_of, duplicate_ids, request_of
+from flexengine.job.openai import CHAT, COMPLETIONS, batch_line, custom_id_of, duplicate_ids, kind_of, request_of
 from flexengine.job.read_json import is_batch_line
 from flexengine.job.rows import Row, encode
+
+SHORT = SamplingParams(max_tokens=4)
 
 
 def line(url: str = COMPLETIONS, **body) -> dict:
@@ -51,6 +54,8 @@ def test_every_field_arrives():
     shared = {
         "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": 3, "stop": ["a"], "presence_penalty": 1, "top_k": 7,
         "frequency_penalty": -1, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [4],
+        "min_tokens": 2, "logit_bias": {"5": -100}, "bad_words": ["b"], "chat_template_kwargs": {"a": False},
+        "add_generation_prompt": False, "continue_final_message": True,
     }  # fmt: skip
     completion = request(max_tokens=5, logprobs=2, **shared)
     assert completion == {"prompt": "hi", "max_tokens": 5, "logprobs": 2, **shared}
@@ -58,7 +63,8 @@ def test_every_field_arrives():
     assert chat == {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "logprobs": 2, **shared}
     assert {*shared, "max_tokens", "logprobs"} == set(SamplingParams.__dataclass_fields__)  # none is out of reach
     assert request(max_tokens=5, max_completion_tokens=5)["max_tokens"] == 5
-    assert request(top_k=-1)["top_k"] == 0
+    row = Row(0, 1, {**request(prompt=[1], top_k=-1)}, custom_id="r-1")
+    assert encode(row, None, 9, SHORT).sampling.top_k == 0
     assert request(stop="a")["stop"] == "a"
 
 
@@ -84,13 +90,13 @@ def test_what_has_no_effect_is_accepted():
         "echo": False, "best_of": 2, "logit_bias": {}, "suffix": None, "tools": None, "modalities": ["text"],
         "response_format": {"type": "text"}, "safety_identifier": "s", "prompt_cache_key": "k", "prediction": {"a": 1},
     }  # fmt: skip
-    assert request(n=2, **quiet) == {"prompt": "hi", "n": 2}
+    assert request(n=2, **quiet) == {"prompt": "hi", "n": 2, "logit_bias": {}}
     assert request(best_of=1) == {"prompt": "hi"}
 
 
 @pytest.mark.parametrize(
     "body",
-    [{"stream": True}, {"echo": True}, {"best_of": 2}, {"best_of": 3, "n": 2}, {"logit_bias": {"5": -100}},
+    [{"stream": True}, {"echo": True}, {"best_of": 2}, {"best_of": 3, "n": 2}, {"allowed_token_ids": [5]},
      {"suffix": "x"}, {"max_new_tokens": 5}, {"guided_json": {}}, {"messages": []}, {"stream": 0}, {"best_of": True}],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(body):
@@ -209,6 +215,48 @@ def test_custom_ids():
     longest = "x" * 512
     given = ("a", longest, longest + "x", 5, None)
     assert [custom_id_of({"custom_id": c}) for c in given] == ["a", longest, "", "", ""]
+
+
+@pytest.mark.parametrize("url", [
+    "/chat/completions", "/v1/chat/completions/", "/openai/v1/chat/completions", "https://x.y/openai/deployments/d/"
+    "chat/completions?api-version=2024-10-21", "chat/completions",
+])  # fmt: skip
+def test_urls_of_other_services(url: str) -> None:
+    assert kind_of(url) == CHAT
+    assert kind_of(url.replace("chat/", "")) == COMPLETIONS
+    fields = {**line(CHAT), "url": url, "method": "post"}
+    assert request_of(fields) == request(CHAT)
+    body = batch_line(Row(4, 9, fields, custom_id="r-1"), Result(4, "a", [5], "stop"), "demo", 1)["response"]["body"]
+    assert body["choices"][0]["message"]["content"] == "a"
+
+
+@pytest.mark.parametrize(
+    "url", [None, 5, "", "/v1/embeddings", "/v1/responses", "/v1/xcompletions", "/chat/completionsx"]
+)
+def test_other_urls_are_refused(url: object) -> None:
+    assert kind_of(url) is None
+
+
+def test_fields_of_other_programs_at_their_defaults_are_accepted() -> None:
+    neutral = {
+        "min_tokens": 0, "skip_special_tokens": True, "add_generation_prompt": True, "continue_final_message": False,
+        "include_stop_str_in_output": False, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0,
+        "spaces_between_special_tokens": True, "priority": 0, "top_logprobs": 0, "logprobs": False, "stream": False,
+        "stream_options": None, "extra_body": {}, "functions": [], "guided_json": None, "repetition_penalty": 1.0,
+    }  # fmt: skip
+    for url in (COMPLETIONS, CHAT):
+        given = {name: value for name, value in neutral.items() if url == CHAT or name != "logprobs"}
+        row = Row(
+            0, 4, line(url, **given), request={**request(url, **given), "messages": None, "prompt_token_ids": [1]}
+        )
+        found = encode(replace(row, request={**row.request, "prompt": None}), None, 64, SHORT, vocab_size=9)
+        assert found.sampling == SHORT
+
+
+def test_what_belongs_to_a_chat_template_is_refused_with_the_remedy() -> None:
+    message = refusal(line(CHAT, enable_thinking=False, echo=True))
+    assert "['echo', 'enable_thinking']" in message
+    assert "move ['enable_thinking'] into chat_template_kwargs" in message
 
 
 # Repeated ids

@@ -29,6 +29,7 @@ WORDS = ["<unk>", "<bos>", "hello", "world", "user", "assistant", "system", ":",
 CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
 CHAT += "{% if add_generation_prompt %}assistant :{% endif %}"
 DEFAULTS = SamplingParams(max_tokens=4)
+ASKED = [{"role": "user", "content": "a"}]
 
 
 def make_tokenizer(bos: bool = False, chat: bool = True) -> PreTrainedTokenizerFast:
@@ -96,11 +97,77 @@ def test_every_sampling_field_can_be_overridden():
     changed = {
         "max_tokens": 9, "temperature": 0.5, "seed": 5, "ignore_eos": True, "top_k": 3, "top_p": 0.5, "min_p": 0.25,
         "repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": -1.0, "stop": ["x", "y"],
-        "stop_token_ids": [4], "n": 2, "logprobs": 1,
+        "stop_token_ids": [4], "n": 2, "logprobs": 1, "min_tokens": 2, "logit_bias": {"5": -1}, "bad_words": ["x", [4]],
+        "chat_template_kwargs": {"a": 1}, "add_generation_prompt": False, "continue_final_message": True,
     }  # fmt: skip
     assert set(OVERRIDES) == {f.name for f in dataclasses.fields(SamplingParams)} == set(changed)
-    assert run({"prompt": "a", **changed}).sampling == SamplingParams(**changed)
+    assert run({"messages": ASKED, **changed}, make_tokenizer()).sampling == SamplingParams(**changed)
     assert run({"prompt": "a", "stop": "x"}).sampling.stop == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_tokens": 8.0}, {"max_tokens": 8}), ({"seed": 7.0, "temperature": 1}, {"seed": 7, "temperature": 1.0}),
+        ({"top_k": -1}, {"top_k": 0}), ({"top_k": -1.0}, {"top_k": 0}),
+        ({"stop_token_ids": [4.0]}, {"stop_token_ids": [4]}),
+        ({"logprobs": 2.0, "n": 2.0}, {"logprobs": 2, "n": 2}), ({"max_tokens": float("nan")}, {}),
+    ],
+)  # fmt: skip
+def test_whole_numbers_may_be_floats(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    """As pandas writes them; NaN is no value in a row of Python, too."""
+    made = encode(row_of({"prompt": "a", **fields}, 0), make_tokenizer(), 64, DEFAULTS)
+    assert isinstance(made, Request)
+    assert made.sampling == dataclasses.replace(DEFAULTS, **expected)
+
+
+def test_prompts_that_are_messages_or_token_ids() -> None:
+    assert run({"prompt": ASKED}).prompt_ids == run({"messages": ASKED}).prompt_ids
+    assert run({"prompt": [1, 2.0]}).prompt_ids == (1, 2)
+    assert run({"prompt_token_ids": [1.0, 2]}).prompt_ids == (1, 2)
+    for wrong in (["a"], [{"role": "user"}, "a"], [1, "a"], [1.5], [True], [[1]]):
+        assert "a string, an array of messages (objects with role and content) or an array of" in error_of(
+            {"prompt": wrong}
+        )
+    assert "messages[0].role is null" in error_of({"prompt": [{"content": "a"}]})
+
+
+NEUTRAL = {
+    "skip_special_tokens": True, "echo": False, "stream": False, "best_of": 1, "use_beam_search": False,
+    "num_beams": 1.0,
+    "length_penalty": 1.0, "top_logprobs": 0, "do_sample": False, "extra_body": {}, "stop_sequences": [], "suffix": "",
+    "guided_json": None, "min_new_tokens": 0, "num_return_sequences": 1, "repeat_penalty": 1.0, "typical_p": 1,
+    "no_repeat_ngram_size": "0", "images": "a.png", "thinking": "hm", "reasoning": "because", "documents": "x",
+}  # fmt: skip
+
+
+def test_fields_of_other_programs_at_their_defaults_are_data() -> None:
+    assert run({"prompt": "a", **NEUTRAL}).sampling == DEFAULTS
+    assert run({"prompt": "a", "max_tokens": 4, "max_new_tokens": 9, "stop": "x", "stop_strings": ["y"]}).sampling.stop
+    assert run({"prompt": "a", "do_sample": True, "temperature": 1}).sampling.temperature == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"max_new_tokens": 5}, "named max_tokens here: rename it"), ({"n_predict": 5}, "named max_tokens here"),
+        ({"min_new_tokens": 5}, "named min_tokens here"), ({"stop_sequences": ["a"]}, "named stop here"),
+        ({"num_return_sequences": 2}, "named n here"), ({"top_logprobs": 3}, "named logprobs here"),
+        ({"do_sample": True}, "set temperature"), ({"best_of": 2}, "it must be equal to n: remove it"),
+        ({"skip_special_tokens": False}, "only true is possible here: remove it, or rename the field if it holds data"),
+        ({"num_beams": 4}, "only 1 is possible"), ({"echo": True}, "only false is possible"),
+        ({"echo": "True"}, "only false"),
+        ({"guided_json": {}}, "it is not supported"), ({"allowed_token_ids": [4]}, "it is not supported"),
+        ({"functions": [{"name": "f"}]}, "it is not supported"), ({"no_repeat_ngram_size": 3}, "only 0 is possible"),
+        ({"enable_thinking": False}, 'by chat_template_kwargs: move it there ({"enable_thinking": ...})'),
+        ({"reasoning_effort": "low"}, "move it there"), ({"thinking": {"type": "disabled"}}, "move it there"),
+        ({"suffix": np.array(["x"])}, "it is not supported"),
+    ],
+)  # fmt: skip
+def test_fields_of_other_programs_are_never_ignored(fields: dict[str, Any], remedy: str) -> None:
+    error = error_of({"prompt": "a", **fields})
+    assert f"{next(iter(fields))} is " in error
+    assert remedy in error
 
 
 def test_a_request_of_its_own_wins_over_the_fields():

@@ -17,7 +17,8 @@ ENGINE = {"model": "m", "model_fingerprint": "f", "dtype": "float32", "threads":
 OTHER: dict[str, Any] = {
     "max_tokens": 7, "temperature": 0.5, "seed": 9, "ignore_eos": True, "top_k": 4, "top_p": 0.5, "min_p": 0.1,
     "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2, "stop": ("x",),
-    "stop_token_ids": (5,), "n": 2, "logprobs": 0,
+    "stop_token_ids": (5,), "n": 2, "logprobs": 0, "min_tokens": 2, "logit_bias": {5: 1.0}, "bad_words": ("x", (5, 6)),
+    "chat_template_kwargs": {"a": 1}, "add_generation_prompt": False, "continue_final_message": True,
 }  # fmt: skip
 
 
@@ -35,6 +36,10 @@ def test_every_sampling_parameter_has_a_case() -> None:
 def test_each_sampling_parameter_is_compared(name: str) -> None:
     was, now = (json.dumps(value) for value in (getattr(SamplingParams(), name), OTHER[name]))
     assert differences(manifest(), manifest(**{name: OTHER[name]})) == [f"{name}: was {was}, now {now}"]
+
+
+def test_parameters_that_earlier_versions_lacked_are_stored_only_if_set() -> None:
+    assert not {"min_tokens", "logit_bias", "bad_words", "chat_template_kwargs"} & manifest().keys()
 
 
 def test_the_column_of_prompts_is_compared() -> None:

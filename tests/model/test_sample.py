@@ -9,8 +9,11 @@ import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -342,3 +345,54 @@ def test_cuda_draws_what_the_cpu_draws() -> None:
     draws = [draw(i, 3, prompt=[1, 2], temperature=1, logprobs=2, **fields) for i, fields in enumerate(CUTS)]
     assert tokens(logits.cuda(), draws) == tokens(logits, draws)
     assert tokens(torch.full((1, 9), NAN).cuda(), draws[:1]) == [NONFINITE]
+
+
+def edits(seed: int) -> tuple[list[int], list[int], dict[str, Any]]:
+    """Return a prompt, tokens after it, and parameters that often match them: small vocabulary, words of their tail."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def some(count: int, top: int = 12) -> list[int]:
+        return torch.randint(0, top, (count,), generator=noise).tolist()
+
+    prompt, generated = some(1 + seed % 3), some(seed % 5)
+    words = [some(1 + i % 4) for i in range(6)] + [[*(prompt + generated)[-2:], token] for token in some(3)]
+    bias = {token: float(number - 50) for token, number in zip(some(5), some(5, 100), strict=True)}
+    ends, least = some(2), some(1, 6)[0]
+    fields = dict(logit_bias=bias, bad_words=words, min_tokens=least, stop_token_ids=ends, max_tokens=9)
+    return prompt, generated, fields
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("seed", range(60))
+def test_bias_bad_words_and_least_length_are_those_of_transformers(seed: int, penalty: float) -> None:
+    prompt, generated, fields = edits(seed)
+    logits = random_logits(1, 12, seed=seed)
+    ids, least = torch.tensor([prompt + generated]), fields["min_tokens"]
+    processors = LogitsProcessorList([
+        SequenceBiasLogitsProcessor({(token,): number for token, number in fields["logit_bias"].items()}),
+        RepetitionPenaltyLogitsProcessor(penalty),
+        NoBadWordsLogitsProcessor(fields["bad_words"]),
+        MinNewTokensLengthLogitsProcessor(len(prompt), least, fields["stop_token_ids"]),
+    ])  # fmt: skip
+    expected = processors(ids, logits.clone())
+    one = Draw(SamplingParams(repetition_penalty=penalty, **fields), 0, 0, prompt, generated)
+    if expected.max() == -INF:
+        assert tokens(logits, [one]) == [NONFINITE]
+        return
+    assert tokens(logits, [one]) == [int(expected.argmax())]
+    hot = Draw(SamplingParams(repetition_penalty=penalty, temperature=2, **fields), 0, 0, prompt, generated)
+    assert expected[0, tokens(logits, [hot])[0]] > -INF
+
+
+def test_a_bias_is_added_in_fp32_as_in_transformers() -> None:
+    """Above 100, fp32 has steps of 7.6e-6: two logits become equal, and the first token is taken."""
+    logits = torch.tensor([[1.0, 1.0 + 2**-22, 0.0]])
+    assert tokens(logits, [draw(logit_bias={0: 100, 1: 100})]) == [0]
+    assert tokens(logits, [draw(logit_bias={2: -100})]) == [1]
+
+
+def test_every_token_forbidden_is_no_token() -> None:
+    for heat in (0, 1):
+        assert tokens(random_logits(1, 3), [draw(bad_words=[[0], [1], [2]], temperature=heat)]) == [NONFINITE]
+    beyond = draw(bad_words=[[7]], logit_bias={9: 5})
+    assert tokens(random_logits(1, 3), [beyond]) == tokens(random_logits(1, 3), [draw()])

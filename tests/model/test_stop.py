@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.model.source import resolve
-from flexengine.model.tokenizer import Stops, check_stops, load_tokenizer
+from flexengine.model.tokenizer import Stops, bad_word_ids, check_edits, check_stops, load_tokenizer, resolved
 from tests.helpers.strategies import SEEDS
 
 TEXT = [
@@ -329,3 +329,61 @@ def test_stop_strings_need_a_tokenizer() -> None:
     for call in (check_stops, lambda s, t: Stops(t, s, eos=())):
         with pytest.raises(InvalidInput, match=r"stop is \['END'\].* no tokenizer.*use stop_token_ids"):
             call(SamplingParams(stop=["END"]), None)  # type: ignore[arg-type]
+
+
+def fast(core: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("core", [byte_level, sentencepiece])
+@pytest.mark.parametrize("least", [0, 1, 4, 7, 30])
+def test_a_stop_string_counts_after_the_least_length(core: Any, least: int) -> None:
+    """Judged by the definition: the first string whose end lies beyond the text of the first tokens."""
+    tokenizer = fast(core())
+    ids = tokenizer("stop it. Now stop here. stop", add_special_tokens=False)["input_ids"]
+    stops = Stops(tokenizer, SamplingParams(max_tokens=64, min_tokens=least, stop=["stop"]), {9})
+    whole, kept = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:least]))
+    ends = [i + 4 for i in range(len(whole)) if whole.startswith("stop", i) and i + 4 > len(kept) * (least > 0)]
+    assert stops.text(ids) == (whole[: ends[0] - 4] if ends else whole)
+    ended = next((n for n in range(1, len(ids) + 1) if stops.reason(ids[:n])), None)
+    reached = (n for n in range(least + 1, len(ids) + 1) if ends and len(tokenizer.decode(ids[:n])) >= ends[0])
+    assert ended == next(reached, None)
+
+
+def test_parameters_are_resolved_to_tokens() -> None:
+    tokenizer = fast(byte_level())
+    plain = SamplingParams(max_tokens=9, stop=["a"])
+    assert resolved(plain, tokenizer, {2}) is plain
+    made = resolved(SamplingParams(9, min_tokens=3, stop=["<|im_end|>"], stop_token_ids=[7]), tokenizer, {2, -1})
+    assert made.stop_token_ids == (2, 3, 7)
+    assert resolved(SamplingParams(9, min_tokens=3, ignore_eos=True), tokenizer, {2}).stop_token_ids == ()
+    words = resolved(SamplingParams(9, bad_words=["The", [5, 6]]), tokenizer, {2}).bad_words
+    assert words[-1] == (5, 6)
+    assert words == resolved(SamplingParams(9, bad_words=words), None, {2}).bad_words
+
+
+@pytest.mark.parametrize("core", [byte_level, sentencepiece])
+def test_bad_words_are_the_tokens_with_and_without_a_space(core: Any) -> None:
+    """As vLLM: the second form only if it has as many tokens and begins with another one."""
+    tokenizer = fast(core())
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    for word in ("stop", " stop", "The stop", "x(", "\u00fc", "is. Q"):
+        bare, spaced = ids(word.lstrip()), ids(" " + word.lstrip())
+        both = len(bare) == len(spaced) and bare[0] != spaced[0]
+        assert bad_word_ids(SamplingParams(bad_words=[word]), tokenizer) == ((bare, spaced) if both else (bare,))
+    assert bad_word_ids(SamplingParams(bad_words=[[5, 6], [5, 6]]), None) == ((5, 6),)
+
+
+def test_edits_that_cannot_be_made_are_refused() -> None:
+    tokenizer = fast(byte_level())
+    for fields, tokens, reason in (
+        ({"bad_words": ["a"]}, None, "bad_words has 'a', but the checkpoint has no tokenizer; give token ids"),
+        ({"bad_words": [[500]]}, tokenizer, "bad_words holds token 500; token ids lie in"),
+        ({"logit_bias": {"500": 1}}, tokenizer, "logit_bias holds token 500; token ids lie in"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            check_edits(SamplingParams(**fields), tokens, 420)
+        assert reason in str(caught.value)

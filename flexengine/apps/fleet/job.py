@@ -16,7 +16,7 @@ from flexengine.activity import activity, message
 from flexengine.apps.fleet.space import ALL, Share
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.engine import Engine
-from flexengine.engine.file_job import CACHE, PREFILL_TOKENS, engine_part, settings_of, take_over
+from flexengine.engine.file_job import CACHE, PREFILL_TOKENS, check_rows, engine_part, settings_of, take_over
 from flexengine.engine.summary import JobCounts, JobRows
 from flexengine.errors import (
     ONE_SEQUENCE,
@@ -268,6 +268,7 @@ class FleetRunner:
 
     def open(self, store: JobStore) -> str:
         """Take over what a member says of its engine. It plans with the first rows that are not broken."""
+        check_rows(store.rows, self.recipe.params)
         rows = islice((row for row in store.rows if row.error is None), MOST_ROWS)
         with activity("opening", "opening the model in an actor"):
             about = self.fleet.describe(self.recipe, next(shards(rows, MOST_ROWS), b""))

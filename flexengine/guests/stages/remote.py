@@ -289,7 +289,7 @@ class RemoteStage(Stage):
             if (text := members.get(sequence)) is None:
                 continue  # a trunk, whose tokens are the sweep's stems
             if sequence not in self._known:
-                sampling = replace(text.sampling, stop=())
+                sampling = replace(text.sampling, stop=(), chat_template_kwargs=None)
                 order.texts[sequence] = SentText(text.noise_row, text.sample, text.prompt, text.targets, sampling)
                 self._known[sequence] = 0
             if len(text.token_ids) > self._known[sequence]:

@@ -26,6 +26,9 @@ RENAMED = _table("""
 --max-tokens: --max-new-tokens --max-length --n-predict --predict -n --gen-len --output-len --output-tokens
     --max-output-tokens --max-completion-tokens --max-gen-toks
 --temperature: --temp -t
+--min-tokens: --min-new-tokens
+--bad-word: --bad-words
+--chat-template-kwargs: --chat-template-args --default-chat-template-kwargs
 --top-k: --topk
 --top-p: --topp
 --repetition-penalty: --repeat-penalty
@@ -57,6 +60,7 @@ _SWITCHES = _table("""
 --temperature 1: --do-sample
 --temperature 0: --greedy
 --restart: --overwrite --force --no-resume
+--no-thinking: --disable-thinking --no-think --nothink --no-enable-thinking
 --chat: --apply-chat-template --conversation -cnv
 --quiet: --silent --disable-tqdm --no-progress
 --verbose: --debug

@@ -10,6 +10,7 @@ Options are described as --help shows them, one paragraph each:
 
 import argparse
 import gc
+import json
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flexengine import shipped
 from flexengine.activity import activity, is_terminal, tick
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, ModelNotFound
+from flexengine.errors import InvalidInput, ModelNotFound, json_fault, shown
 from flexengine.job.files import check_model_kept, check_not_overwritten
 from flexengine.job.inputs import FORMATS
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
@@ -61,10 +62,22 @@ def file_name(text: str) -> str:
     return named(text)
 
 
+def json_object(text: str) -> object:
+    """Return a JSON object. Raise ArgumentTypeError if the text is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON: {json_fault(error)}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no JSON object")
+    return value
+
+
 # Types by the name of the value. Values of other names, such as SIZE, are text.
 TYPES: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("N", "K", "ID"), int),
     **dict.fromkeys(("X", "SHARE", "SECONDS"), float),
+    "JSON": json_object,
     **dict.fromkeys(("FILE", "DIR", "NAME", "MODEL", "ADDRESS", "OUT.jsonl", "ROWS.jsonl"), named),
     **dict.fromkeys(("FILE.json", "FILE.html", "FILE.lp", "FILE.png", "OUTPUT"), file_name),
 }
@@ -164,9 +177,18 @@ SAMPLED = OptionTable(
 --stop TEXT ...         text that ends a row, taken literally; may be repeated
 --stop-token-id ID ...  token that ends a row; may be repeated
 --ignore-eos            continue after an end-of-sequence token
+--min-tokens N          end no row before it has N tokens (default: %(default)s)
+--logit-bias JSON       add numbers from -100 to 100 to the logits of tokens, e.g. '{"50256": -100}'
+--bad-word TEXT ...     text that is not generated; may be repeated
+--no-thinking           set the chat template's variable enable_thinking to false
+--chat-template-kwargs JSON  variables of the chat template, e.g. '{"reasoning_effort": "low"}'
+--continue-final-message  continue the last message of a chat, instead of beginning an answer
 """,
     SAMPLING | {"stop": []},
-    {"stop_token_id": {"dest": "stop_token_ids", "default": []}},
+    {
+        "stop_token_id": {"dest": "stop_token_ids", "default": []},
+        "bad_word": {"dest": "bad_words", "default": []},
+    },
 )
 MACHINE = OptionTable(
     f"""
@@ -217,6 +239,14 @@ LOSSY = OptionTable(
         "quality": {"choices": tuple(QUALITY)},
     },
 )
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """Return the sampling parameters in the arguments. Raise InvalidInput if a value is not allowed."""
+    given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+    if args.no_thinking:
+        given["chat_template_kwargs"] = {"enable_thinking": False, **(args.chat_template_kwargs or {})}
+    return SamplingParams(**given)
 
 
 def calibration_of(args: argparse.Namespace) -> str | None:

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
 
         check(args.report)
     check_least(args, limit=1)
-    params = SamplingParams(**{name: getattr(args, name) for name in common.SAMPLING})
+    params = common.sampling_of(args)
     args.policy = common.policy_of(args)
     args.lossy, args.allow = common.lossy_of(args, args.policy)
     if args.lossy:
@@ -163,6 +163,7 @@ def run_job(
 
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Print the plan. Write only the measured rates of the machine, to the cache."""
+    from flexengine.engine.file_job import check_rows
     from flexengine.engine.survey import Refused
     from flexengine.guests.stages.remote import PipelinePlanner
     from flexengine.plan.min_memory import left_out
@@ -176,6 +177,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     ):
         refused = Refused()
         engine.reader.check_chat(rows.chat)
+        check_rows(rows, params)
         workload = engine.reader.survey(rows, params, refused)
         refused.report(workload, args.input)
         engine.choose_bits()

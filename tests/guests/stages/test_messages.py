@@ -30,7 +30,9 @@ SAMPLING = st.builds(
     SamplingParams, seed=st.integers(-(2**63), 2**64 - 1), temperature=st.floats(0, 5), top_k=st.integers(0, 100),
     top_p=st.floats(0.01, 1), min_p=st.floats(0, 1), repetition_penalty=st.floats(0.1, 2),
     presence_penalty=st.floats(-2, 2), frequency_penalty=st.floats(-2, 2), logprobs=st.none() | st.integers(0, 20),
-    stop=st.lists(st.text(min_size=1), max_size=2),
+    stop=st.lists(st.text(min_size=1), max_size=2), min_tokens=st.integers(0, 128), add_generation_prompt=st.booleans(),
+    logit_bias=st.none() | st.dictionaries(COUNT, st.floats(-100, 100), max_size=3),
+    bad_words=st.lists(st.lists(COUNT, min_size=1, max_size=3), max_size=2),
 )  # fmt: skip
 SAMPLED = st.builds(Sampled, NUMBER, st.none() | REAL, st.lists(st.tuples(COUNT, REAL), max_size=3).map(tuple))
 

@@ -10,11 +10,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from flexengine import Engine, InvalidInput, SamplingParams
+from flexengine.activity import reporting
 from flexengine.config import Result
+from flexengine.engine.file_job import check_rows
 from flexengine.engine.rates import RateStore
 from flexengine.job.inputs import InputRows
 from flexengine.shell.commands import plan
 from flexengine.shell.commands.messages import RowNotes
+from flexengine.shell.commands.options import sampling_of
+from flexengine.shell.commands.run import parser as run_parser
 from tests.helpers.explained import CPU
 from tests.helpers.families import NEW, reference
 from tests.helpers.inputs import make_tokenizer, written
@@ -213,3 +217,46 @@ def test_the_command_prints_it(asked: Job, monkeypatch: pytest.MonkeyPatch) -> N
     for more in ((), ("-q", "--restart"), ("--chat", "--restart")):  # the first run finds that the job is finished
         assert asked(*COLUMN, *more) == 0
         assert HINT not in asked.err
+
+
+def test_options_for_sampling_and_templates() -> None:
+    words = ["in.csv", "--no-thinking", "--chat-template-kwargs", '{"a": 1}', "--logit-bias", '{"5": -1}', "--bad-word",
+             "x", "--bad-word", "y z", "--min-tokens", "3", "--continue-final-message"]  # fmt: skip
+    assert sampling_of(run_parser().parse_args(words)) == SamplingParams(
+        chat_template_kwargs={"enable_thinking": False, "a": 1}, logit_bias={5: -1.0}, bad_words=("x", "y z"),
+        min_tokens=3, continue_final_message=True,
+    )  # fmt: skip
+    assert sampling_of(run_parser().parse_args(["in.csv"])) == SamplingParams()
+
+
+@pytest.mark.parametrize("text", ["{", "5"])
+def test_an_option_that_is_no_json_object(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_parser().parse_args(["in.csv", "--logit-bias", text])
+    assert "JSON" in capsys.readouterr().err
+
+
+def test_variables_that_no_row_or_template_reads(asked: Job, speaker: Any) -> None:
+    """Without --chat the job is refused; a template without the variable is named, once, and the texts are as ever."""
+    assert asked("--no-thinking", *COLUMN) == 2
+    assert "chat_template_kwargs" in asked.err
+    assert "give --chat (chat=True in Python)" in asked.err
+    assert asked("--no-thinking", "--chat", *COLUMN) == 0, asked.err
+    assert asked.err.count("the model's chat template does not use enable_thinking, so it has no effect") == 1
+    ids = [templated(speaker, user(question)) for question in QUESTIONS]
+    assert [row["token_ids"] for row in asked.rows] == reference(speaker.model, ids)
+
+
+def test_batch_lines_without_max_tokens_are_counted(tmp_path: Path) -> None:
+    def line(name: str, **more: Any) -> dict[str, Any]:
+        return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", **more}}
+
+    lines = [line("a"), line("b", max_tokens=None), line("c", max_tokens=5), line("d", max_completion_tokens=5),
+             line("e", echo=True), {"prompt": "a"}]  # fmt: skip
+    rows = InputRows(written(tmp_path, "\n".join(map(json.dumps, lines)).encode()))
+    assert rows.scan().unlimited == 2
+    said = list[str]()
+    with reporting(lambda event: said.append(str(event))):
+        check_rows(rows, SamplingParams())
+        check_rows(rows, SamplingParams(max_tokens=64))
+    assert len([text for text in said if "2 batch lines have no max_tokens: texts end at 128 tokens" in text]) == 1
