@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.rows import Request, Row, chat_fault, encode, row_of
+from flexengine.job.chats import chat_fault
+from flexengine.job.rows import Request, Row, encode, row_of
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import check_edits
 from flexengine.plan.formatting import count

@@ -12,10 +12,11 @@ import numpy as np
 
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault
-from flexengine.job.foreign import FOREIGN
+from flexengine.job.chats import TOOLS
+from flexengine.job.foreign import FOREIGN, OVERRIDES, VARIABLES
 from flexengine.job.read_tables import record_of, records_of
 from flexengine.job.results import finite
-from flexengine.job.rows import OVERRIDES, PROMPT_KINDS, TOOLS, VARIABLES, Row
+from flexengine.job.rows import PROMPT_KINDS, Row
 
 INDEX = "index"
 OBJECTS = ("logit_bias", VARIABLES)  # sampling fields that may be JSON text

@@ -16,8 +16,9 @@ from typing import Any
 
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput, json_kind, shown
-from flexengine.job.foreign import FOREIGN, TEMPLATE, asks
-from flexengine.job.rows import OVERRIDES, TOOLS, Row, check_format, messages_of, tools_of, with_parsed_arguments
+from flexengine.job.chats import TOOLS, check_format, messages_of, tools_of, with_parsed_arguments
+from flexengine.job.foreign import FOREIGN, OVERRIDES, TEMPLATE, asks
+from flexengine.job.rows import Row
 
 COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
 MAX_ID_CHARACTERS = 512

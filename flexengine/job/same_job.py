@@ -13,8 +13,8 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.job.foreign import CHAT_ONLY
 from flexengine.job.inputs import InputRows
-from flexengine.job.rows import CHAT_ONLY
 
 FORMAT = 3
 MODEL_FILES = "model_files"

@@ -12,7 +12,8 @@ from flexengine.config import SamplingParams
 from flexengine.engine.scoring import encode_scored
 from flexengine.errors import InvalidInput
 from flexengine.job.bounds import PIECE, BoundedTokenizer
-from flexengine.job.rows import Request, Row, chat_fault, encode
+from flexengine.job.chats import chat_fault
+from flexengine.job.rows import Request, Row, encode
 from flexengine.model.tokenizer import token_ids
 from tests.helpers.tokenizers import byte_tokenizer
 

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
-from flexengine.job.rows import OVERRIDES, Request, Row, encode, row_of, without_place
+from flexengine.job.foreign import OVERRIDES
+from flexengine.job.rows import Request, Row, encode, row_of, without_place
 
 
 @pytest.mark.parametrize("error", [

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
 from flexengine.job import templates
-from flexengine.job.rows import Request, Row, chat_fault, encode
+from flexengine.job.chats import chat_fault
+from flexengine.job.rows import Request, Row, encode
 from flexengine.job.templates import TemplateFault, chat_text, has_template
 from tests.helpers.inputs import make_tokenizer
 

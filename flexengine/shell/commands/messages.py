@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from flexengine.activity import Activity, Display, listener, message, reporting
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
+from flexengine.job.chats import chat_fault
 from flexengine.job.files import full_disk, stdout_is_open
-from flexengine.job.rows import chat_fault
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, plain, size
 from flexengine.shell.commands.interrupts import Interrupted, Interrupts
 

@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import fields
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexengine import shipped
 from flexengine.activity import activity, is_terminal, tick
-from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, ModelNotFound, json_fault, shown
 from flexengine.job.files import check_model_kept, check_not_overwritten
 from flexengine.job.inputs import FORMATS
@@ -44,7 +42,6 @@ AUTO = "auto"  # --policy: the planner chooses
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "sim")
 _MACHINE = ("device", "device_mem", "host_mem", "offload_dir")  # options of MachineOptions
-SAMPLING = {f.name: f.default for f in fields(SamplingParams)}  # names and defaults of the sampling options
 
 
 def named(text: str) -> str:
@@ -156,40 +153,6 @@ ROWS = OptionTable(
         "no_prefix_sharing": {"dest": "prefix_sharing", "action": "store_false"},
     },
 )
-LENGTHS = OptionTable(
-    """
---max-tokens N  most tokens per prompt (default: %(default)s)
---n N           samples per prompt (default: %(default)s)
-""",
-    SAMPLING,
-)
-SAMPLED = OptionTable(
-    """
---temperature X         0 is greedy (default: %(default)s)
---seed N                seed of all sampling noise (default: %(default)s)
---top-k K               sample from the K likeliest tokens; 0: from all (default: %(default)s)
---top-p X               sample from the fewest likeliest tokens whose probability reaches X (default: %(default)s)
---min-p X               drop tokens less likely than X times the likeliest (default: %(default)s)
---repetition-penalty X  divide the logits of tokens in prompt and text by X (default: %(default)s)
---presence-penalty X    subtract X from the logits of tokens in the text (default: %(default)s)
---frequency-penalty X   subtract X once for every time a token is in the text (default: %(default)s)
---logprobs K            log probability of each token, and of the K likeliest (default: %(default)s)
---stop TEXT ...         text that ends a row, taken literally; may be repeated
---stop-token-id ID ...  token that ends a row; may be repeated
---ignore-eos            continue after an end-of-sequence token
---min-tokens N          end no row before it has N tokens (default: %(default)s)
---logit-bias JSON       add numbers from -100 to 100 to the logits of tokens, e.g. '{"50256": -100}'
---bad-word TEXT ...     text that is not generated; may be repeated
---no-thinking           set the chat template's variable enable_thinking to false
---chat-template-kwargs JSON  variables of the chat template, e.g. '{"reasoning_effort": "low"}'
---continue-final-message  continue the last message of a chat, instead of beginning an answer
-""",
-    SAMPLING | {"stop": []},
-    {
-        "stop_token_id": {"dest": "stop_token_ids", "default": []},
-        "bad_word": {"dest": "bad_words", "default": []},
-    },
-)
 MACHINE = OptionTable(
     f"""
 --trust-remote-code    run Python code that comes with the checkpoint
@@ -239,14 +202,6 @@ LOSSY = OptionTable(
         "quality": {"choices": tuple(QUALITY)},
     },
 )
-
-
-def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling parameters in the arguments. Raise InvalidInput if a value is not allowed."""
-    given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
-    if args.no_thinking:
-        given["chat_template_kwargs"] = {"enable_thinking": False, **(args.chat_template_kwargs or {})}
-    return SamplingParams(**given)
 
 
 def calibration_of(args: argparse.Namespace) -> str | None:

@@ -28,6 +28,7 @@ from flexengine.shell.commands import options as common
 from flexengine.shell.commands import plan_others as others
 from flexengine.shell.commands.messages import DONE, program, say
 from flexengine.shell.commands.parser import Parser, check_least, refuse_given
+from flexengine.shell.commands.sampling_options import LENGTHS
 from flexengine.shell.explain import stagger
 from flexengine.shell.explain import text as explain
 from flexengine.shell.explain.picture import check, plot
@@ -66,7 +67,7 @@ def parser() -> Parser:
     p = Parser("plan", "[MODEL]", _END)
     p.group("model", f"{common.MODEL}, or a shape: {shipped.listed('models')}")
     p.add_twin("model")
-    p.group("job", common.INPUT, common.ROWS, _JOB, common.LENGTHS)
+    p.group("job", common.INPUT, common.ROWS, _JOB, LENGTHS)
     p.group("machine", _HARDWARE, common.MACHINE)
     p.group("lossy", common.LOSSY, about="as for run")
     p.group("cluster", others.CLUSTER, about="a pipeline over several devices")

@@ -17,6 +17,7 @@ from flexengine.shell.commands.habits import command_text
 from flexengine.shell.commands.interrupts import Interrupts
 from flexengine.shell.commands.messages import DONE, NORMAL, SOME_FAILED, detail, interruptible, say, verbosity
 from flexengine.shell.commands.parser import Parser, check_least, refuse_given
+from flexengine.shell.commands.sampling_options import LENGTHS, SAMPLED, sampling_of
 
 if TYPE_CHECKING:
     from flexengine.engine.summary import Progress
@@ -55,7 +56,7 @@ def parser() -> Parser:
     p.group("input", common.INPUT, common.ROWS)
     p.add_twin("input")
     p.group("output", _OUTPUT)
-    p.group("sampling", common.LENGTHS, common.SAMPLED, about="defaults for rows without fields of these names")
+    p.group("sampling", LENGTHS, SAMPLED, about="defaults for rows without fields of these names")
     p.group("model and machine", common.MODEL, _VERIFY, common.POLICY, _DRY_RUN, common.MACHINE)
     p.group("attention workers", common.WORKERS)
     p.group("pipeline", distributed.PIPELINE)
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
 
         check(args.report)
     check_least(args, limit=1)
-    params = common.sampling_of(args)
+    params = sampling_of(args)
     args.policy = common.policy_of(args)
     args.lossy, args.allow = common.lossy_of(args, args.policy)
     if args.lossy:

@@ -17,8 +17,8 @@ from flexengine.engine.rates import RateStore
 from flexengine.job.inputs import InputRows
 from flexengine.shell.commands import plan
 from flexengine.shell.commands.messages import RowNotes
-from flexengine.shell.commands.options import sampling_of
 from flexengine.shell.commands.run import parser as run_parser
+from flexengine.shell.commands.sampling_options import sampling_of
 from tests.helpers.explained import CPU
 from tests.helpers.families import NEW, reference
 from tests.helpers.inputs import make_tokenizer, written

@@ -1,0 +1,143 @@
+"""Conversations of rows: messages and tools as chat templates read them, and their token ids."""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from flexengine.errors import InvalidInput, is_fault, json_kind, shown
+from flexengine.job.templates import chat_text, has_template
+
+TOOLS = "tools"
+
+
+def messages_of(value: Any) -> list[dict[str, Any]]:
+    """Return messages for a chat template: without null fields, and with text parts joined to one text.
+
+    transformers also leaves null fields out. Parts are joined with newlines, as vLLM and llama.cpp join them, since
+    templates of text models read `content` as text. All other fields stay as they are.
+
+    Raises:
+        InvalidInput: the value is no array of messages, or a message has no text; the error names the message.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        raise InvalidInput(f"messages is {shown(value)}; it must be an array of messages that is not empty")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+
+
+def _message(place: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidInput(f"{place} is {shown(message)}; it must be an object with role and content")
+    fields = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(role := fields.get("role"), str) or not role:
+        raise InvalidInput(f"{place}.role is {shown(role)}; it must be a string such as user")
+    calls = fields.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        raise InvalidInput(f"{place}.tool_calls is {shown(calls)}; it must be an array of objects")
+    content = fields.get("content")
+    if isinstance(content, list) and content:
+        fields["content"] = "\n".join(_part(place, part) for part in content)
+    elif content is None and calls:
+        fields.pop("content", None)
+    elif not isinstance(content, str):
+        raise InvalidInput(
+            f"{place}.content is {shown(content)}; it must be a string or an array of text parts"
+            + (", or be null beside tool_calls" if content is None else "")
+        )
+    return fields
+
+
+def _part(place: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise InvalidInput(f"{place} has a part that is {json_kind(part)}; it must be an object of type text")
+    if part.get("type") != "text":
+        kind = shown(part.get("type"))
+        raise InvalidInput(f"{place} has a part of type {kind}; only text is read, no images, audio or files")
+    if not isinstance(text := part.get("text"), str):
+        raise InvalidInput(f"{place} has a text part whose text is {shown(text)}; it must be a string")
+    return text
+
+
+def chat_fault(tokenizer: Any) -> str | None:
+    """Return why no prompt can be run as a user's message; None if prompts can. One message is tokenized to try.
+    tokenizer: None if the checkpoint has none."""
+    if tokenizer is None:
+        return "the checkpoint has no tokenizer"
+    try:
+        chat_token_ids(tokenizer, [{"role": "user", "content": "a"}], None, datetime.now())
+    except BaseException as error:  # a chat template and a tokenizer may raise any error
+        if not is_fault(error):
+            raise
+        if getattr(tokenizer, "chat_template", None) is None:
+            return "the model has no chat template"
+        return f"the model's chat template refuses a user's message ({type(error).__name__}: {error})"
+    return None
+
+
+def with_parsed_arguments(message: Any) -> Any:
+    """Return a message of the OpenAI API with the arguments of its tool calls as objects, if they are JSON text.
+
+    The API has arguments as text; chat templates read objects, as transformers documents.
+    """
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a chat template gets; None for none, or if `tool_choice` is none. Raise InvalidInput if
+    tools is no array of objects, or a field asks for something that a model cannot be forced to do."""
+    tools, choice = request.get(TOOLS), request.get("tool_choice")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InvalidInput(f"tools is {shown(tools)}; it must be an array of objects")
+    if choice not in (None, "auto", "none"):
+        raise InvalidInput(f"tool_choice is {shown(choice)}; it must be auto or none, as no tool call can be forced")
+    if (parallel := request.get("parallel_tool_calls")) not in (None, True):
+        raise InvalidInput(f"parallel_tool_calls is {shown(parallel)}; only true is possible: the model decides")
+    return (tools or None) if choice != "none" else None
+
+
+def check_format(request: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if `response_format` asks for another format than text."""
+    wanted = request.get("response_format")
+    if isinstance(wanted, Mapping) and wanted.get("type") != "text":
+        raise InvalidInput(f'response_format is {shown(dict(wanted))}; only {{"type": "text"}} is supported: remove it')
+
+
+def chat_token_ids(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    now: datetime,
+    options: Mapping[str, Any] = {},
+) -> Any:
+    """Return the token ids of a chat, as the tokenizer's chat template writes it.
+
+    Args:
+        now: local time for the template.
+        options: further arguments of `apply_chat_template`.
+
+    Raises:
+        InvalidInput: the chat template does not use the tools. transformers would leave them out silently.
+        Any error of the template.
+    """
+    given = {"add_generation_prompt": True, **options}
+    text = chat_text(tokenizer, messages, tools, now, **given)
+    if tools and text == chat_text(tokenizer, messages, None, now, **given):
+        raise InvalidInput(
+            "tools are given, but the model's chat template does not use them; remove them, or take a"
+            " model whose template does"
+        )
+    if has_template(tokenizer):
+        return tokenizer(text, add_special_tokens=False, verbose=False)
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **given)
