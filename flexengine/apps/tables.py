@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def read_records(
     with source.open() as file:
         in_text = source.form in DELIMITERS
         columns, records = csv_table(file, source) if in_text else arrow_table(source, None)
-        if double := sorted({name for name in columns if columns.count(name) > 1}):
+        if double := sorted(name for name, count in Counter(columns).items() if count > 1):
             raise InvalidInput(f"{what} has several columns named {double[0]!r}; rename them")
         rows = tuple(islice(records, limit))
     if not rows:

@@ -284,7 +284,8 @@ class PromptReader:
                     work.advance()
                     if spool is not None:
                         spool.add(item)
-                    yield item
+                    # MAX_BAD rows may be held at once, so without their fields.
+                    yield Row(item.index, item.line, error=item.error) if isinstance(item, Row) else item
 
             arrangement = Arrangement(counted(), self.shares)
             while not arrangement.ended:

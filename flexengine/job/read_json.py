@@ -6,22 +6,27 @@ them, as only that finds their end. A bad row becomes a row with an error; only 
 """
 
 import codecs
+import io
 import json
 import math
 import re
+import string
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from flexengine.errors import InvalidInput, json_fault, json_kind
 from flexengine.job.inputs import InputFile, ReadRows
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 MAX_LINE_BYTES = 64 * 2**20
+MAX_VALUES = 2**21  # of a row: each takes about 100 bytes as a Python object
 BOM = b"\xef\xbb\xbf"
 _STEP = 2**20  # bytes read at a time
+_MOST_STEP = 2**23  # of an element of several parts, which is decoded anew with each
 _SEEN = 2**16  # bytes that the beginning of a file, with white space, may take
 # An array whose first element is an object or is on another line, or which is empty; an object over several lines.
 _BEGINNING = re.compile(rb"\s*(\[\s*(\{|\]\s*\Z)|\[[ \t]*\r?\n|\{[ \t]*\r?\n\s*[\"}])")
@@ -30,6 +35,9 @@ _IN_NUMBERS = "0123456789.eE+-"
 _LONGEST_WORD = 12  # characters: most of a word or escape that the end of the text may cut in two
 # Finds the end of an element. Faults of numbers and control characters are left to the reader of the row.
 _END = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, strict=False)
+# Bytes of text and escapes of JSON for characters beyond U+FFFF and U+00FF
+_FOUR_BYTES, _TWO_BYTES = re.compile(rb"[\xf0-\xf4]|\\u[dD][89abAB]"), re.compile(rb"[\xc4-\xef]|\\u")
+_CONTROLS = bytes(set(range(32)) - set(b"\b\t\n\f\r"))  # those that JSON writes as \u0000
 _BATCH_KEYS = ("custom_id", "method", "url", "body")
 
 
@@ -45,7 +53,7 @@ def open_text(source: InputFile, column: str | None, score: bool) -> ReadRows:
 
     def rows(file: BinaryIO) -> Iterator[Row]:
         for row, raw in _lines(file):
-            fault = utf8_fault(raw)
+            fault = too_wide(raw) or utf8_fault(raw)
             if row.error is None:
                 row = row.refused(fault) if fault else Row(row.index, row.line, {"prompt": raw.decode("utf-8")})
             yield row
@@ -72,14 +80,32 @@ def open_json(source: InputFile, column: str | None, score: bool) -> ReadRows:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
-    """Yield each line that is not blank, without its line end, with an empty row, or a row with an error."""
-    index = 0
-    for line, raw in enumerate(read_lines(file, MAX_LINE_BYTES), start=1):
-        if raw is not None and not raw.strip():
-            continue
-        row = Row(index, line)
-        yield (row.refused(too_long(MAX_LINE_BYTES)), b"") if raw is None else (row, raw.rstrip(b"\r\n"))
-        index += 1
+    """Yield each line that is not blank, without its line end and a leading BOM, with an empty row, or a row with an
+    error. A line over MAX_LINE_BYTES is skipped in pieces."""
+    index, line = 0, 1
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        raw = raw.removeprefix(BOM) if line == 1 else raw
+        if over := len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            while raw and not raw.endswith(b"\n"):
+                raw = file.readline(2**20)
+        if blank := not over and not raw.strip():
+            line += skip_blank(file, string.whitespace.encode())
+        else:
+            row = Row(index, line)
+            yield (row.refused(too_long(MAX_LINE_BYTES)), b"") if over else (row, raw.rstrip(b"\r\n"))
+        index, line = index + (not blank), line + 1
+
+
+def skip_blank(file: BinaryIO, blank: bytes) -> int:
+    """Skip lines of the bytes `blank` alone at the present position, and return how many. Some may be left."""
+    count = 0
+    while block := cast(io.BufferedReader, file).peek():
+        end = block.rfind(b"\n", 0, len(block) - len(block.lstrip(blank))) + 1
+        if not end:
+            break
+        file.read(end)
+        count += block.count(b"\n", 0, end)
+    return count
 
 
 def _json_row(row: Row, raw: bytes, column: str | None, score: bool) -> Row:
@@ -169,8 +195,12 @@ class _Text:
         while end is None:
             if len(self._text) - self._at > self._most:
                 raise self.invalid(f"the row {too_long(self._most)}")
+            if sys.getsizeof(self._text) > 2 * self._most:
+                raise self.invalid(f"the row takes over {2 * self._most:,} bytes in memory")
+            if fault := too_many(self._text[self._at :].encode("utf-8", "surrogateescape")):
+                raise self.invalid(f"the row {fault}")
             self._more(step)
-            end, step = self._end(), 2 * step
+            end, step = self._end(), min(2 * step, _MOST_STEP)
         line, raw = self._line, self._text[self._at : end].encode("utf-8", "surrogateescape")
         if len(raw) > self._most:
             raise self.invalid(f"the row {too_long(self._most)}")
@@ -232,21 +262,25 @@ def plain_request(fields: dict[str, Any], column: str | None, score: bool) -> di
     return {**others, column if column in PROMPT_KINDS else "prompt": fields[column]}
 
 
-def read_lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
-    """Yield lines with their line ends, without a leading BOM. A line over `most` bytes is skipped in pieces, and None
-    is yielded for it."""
-    first = True
-    while raw := file.readline(most + 1):
-        if over := len(raw) > most and not raw.endswith(b"\n"):
-            while raw and not raw.endswith(b"\n"):
-                raw = file.readline(2**20)
-        yield None if over else raw.removeprefix(BOM) if first else raw
-        first = False
-
-
 def too_long(most: int) -> str:
     """Return the fault of a line or record of over `most` bytes."""
     return f"is longer than {most:,} bytes"
+
+
+def too_wide(raw: bytes | bytearray) -> str | None:
+    """Return the fault of text that takes over 2 * MAX_LINE_BYTES in memory; None if the text takes less.
+
+    In Python one character beyond U+FFFF makes every character 4 bytes wide. In JSON a control character has 6 bytes.
+    """
+    if 6 * len(raw) <= 2 * MAX_LINE_BYTES:
+        return None
+    width = 4 if _FOUR_BYTES.search(raw) else 2 if _TWO_BYTES.search(raw) else 1
+    controls = len(raw) - len(raw.translate(None, _CONTROLS))
+    wide = width * len(raw.translate(None, bytes(range(0x80, 0xC0))))
+    if wide + 5 * controls <= 2 * MAX_LINE_BYTES:
+        return None
+    named = f"{controls:,} control characters" if 5 * controls > wide else f"characters of {width} bytes each"
+    return f"takes over {2 * MAX_LINE_BYTES:,} bytes in memory, with {named}; shorten it"
 
 
 def utf8_fault(raw: bytes) -> str | None:
@@ -258,10 +292,27 @@ def utf8_fault(raw: bytes) -> str | None:
     return None
 
 
+def too_many(raw: bytes) -> str | None:
+    """Return the fault of JSON of over MAX_VALUES commas, colons and open brackets outside strings; None if it has
+    fewer. Two bytes may be a list, which takes 64 bytes in Python."""
+    if sum(map(raw.count, (b",", b":", b"[", b"{"))) <= MAX_VALUES:
+        return None
+    import numpy as np  # few files have such a row
+
+    bare = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    count = quotes = 0
+    for first in range(0, len(bare), _STEP):
+        part = bare[first : first + _STEP]
+        inside = np.cumsum(part == ord('"'), dtype=np.int64) + quotes
+        count += int(np.count_nonzero(np.isin(part, list(b",:[{")) & (inside % 2 == 0)))
+        quotes = int(inside[-1])
+    return f"has over {MAX_VALUES:,} values" if count > MAX_VALUES else None
+
+
 def json_object(raw: bytes) -> dict[str, Any]:
     """Return the JSON object in a line. NaN and Infinity, which Python and pandas write, become None. Raise
     InvalidInput if the line holds no object, or holds numbers beyond a float's range."""
-    if fault := utf8_fault(raw):
+    if fault := too_wide(raw) or utf8_fault(raw) or too_many(raw):
         raise InvalidInput(fault)
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=lambda _: None, parse_float=_finite)

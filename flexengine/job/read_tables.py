@@ -1,18 +1,17 @@
-"""Readers of tables: of CSV and TSV files with the csv module; of Parquet files, and of Arrow IPC files and streams
+"""Readers of tables: of CSV and TSV files; of Parquet files, and of Arrow IPC files and streams
 (.arrow, .feather version 2), with pyarrow, which is optional.
-
-Cells of CSV files have the quotes of RFC 4180: a quoted cell may hold line ends, so a record is one line or several.
 """
 
 import base64
-import csv
 import datetime
 import json
 import math
 import re
-from collections import deque
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, NamedTuple, cast, get_args, get_origin, get_type_hints
@@ -20,16 +19,19 @@ from typing import Any, BinaryIO, NamedTuple, cast, get_args, get_origin, get_ty
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, json_fault, meant, shown
 from flexengine.job import read_json
+from flexengine.job.arrow_messages import messages
+from flexengine.job.arrow_sizes import MOST_READ_BYTES, parts
+from flexengine.job.csv_records import csv_records
 from flexengine.job.inputs import InputFile, ReadRows
+from flexengine.job.parquet_pages import BATCH_ROWS, batch_rows
 from flexengine.job.read_json import plain_request, utf8_fault
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
 _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
-_MOST_LINES = 1000  # of a record: without a limit every stray quote would read the rest of the file
-_Cells = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
-_BATCH_ROWS = 256  # rows converted to Python at a time
+_UNREAD = f"its row group or batch takes over {MOST_READ_BYTES:,} bytes to be read; write the file with smaller ones"
+_TOO_LARGE = f"{read_json.too_long(read_json.MAX_LINE_BYTES)}, or has over {read_json.MAX_VALUES:,} values"
 
 
 def _kinds(hint: Any) -> frozenset[Any]:
@@ -50,7 +52,7 @@ class TableRow(NamedTuple):
 
 def check_columns(source: InputFile, columns: list[str], wanted: tuple[str, ...]) -> None:
     """Raise InvalidInput if two columns share a name, or none of the columns `wanted` exists."""
-    if double := sorted({name for name in columns if columns.count(name) > 1}):
+    if double := sorted(name for name, count in Counter(columns).items() if count > 1):
         raise InvalidInput(f"input {source.name} has several columns named {double}; rename them")
     if set(wanted) & set(columns):
         return
@@ -108,39 +110,10 @@ def open_table(source: InputFile, column: str | None, score: bool) -> ReadRows:
     return lambda file: (row_of(index, record) for index, record in enumerate(table(file)[1]))
 
 
-class _Feed(Iterator[str]):
-    """Iterator of lines for the csv module. After a broken record `give_back` yields its lines again."""
-
-    def __init__(self, lines: Iterator[bytes | None], most: int) -> None:
-        self._lines, self._most = enumerate(lines, start=1), most
-        self._again: deque[tuple[int, bytes | None]] = deque()
-        self._size = 0
-        self.taken: list[tuple[int, bytes | None]] = []  # lines (number, bytes) of the present record
-
-    def __next__(self) -> str:
-        number, raw = self._again.popleft() if self._again else next(self._lines)
-        self.taken.append((number, raw))
-        self._size += len(raw or b"")
-        if raw is None or self._size > self._most + 2:  # 2 bytes for the record's line end
-            raise csv.Error(read_json.too_long(self._most))
-        if len(self.taken) > _MOST_LINES:
-            raise csv.Error(f"a quoted cell does not end within {_MOST_LINES} lines")
-        return raw.decode("utf-8", "surrogateescape")
-
-    def begin(self) -> None:
-        self.taken.clear()
-        self._size = 0
-
-    def give_back(self) -> None:
-        """Yield all lines of this record but the first again."""
-        self._again.extendleft(reversed(self.taken[1:]))
-        del self.taken[1:]
-
-
 def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[TableRow]]:
     """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated. Raise
     InvalidInput if the file has no header."""
-    records = _csv_records(file, DELIMITERS[source.form], read_json.MAX_LINE_BYTES)
+    records = csv_records(file, DELIMITERS[source.form], read_json.MAX_LINE_BYTES)
     line, columns, fault = next(records, (0, [], "it is empty"))
     if fault:
         fault = f"line {line} {fault}" if line else fault
@@ -153,34 +126,6 @@ def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[Ta
             yield TableRow(line, {} if fault else dict(zip(columns, cells, strict=True)), fault)
 
     return columns, named()
-
-
-def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[_Cells]:
-    """Yield the records of a CSV file, header first, without blank lines.
-
-    If a record breaks the rules of quoting, only its first line is dropped and reading continues with the next line.
-    A stray quote therefore does not consume the rest of the file.
-    """
-    csv.field_size_limit(max(csv.field_size_limit(), most))  # the csv module has one limit for the whole process
-    feed = _Feed(read_json.read_lines(file, most), most)
-    while True:
-        feed.begin()
-        cells, fault = list[str](), None
-        try:
-            cells = next(csv.reader(feed, delimiter=delimiter, strict=True))
-        except StopIteration:
-            return
-        except csv.Error as error:
-            feed.give_back()
-            fault = str(error)  # without the csv module's advice for programmers
-            if fault.startswith("new-line character"):
-                fault = "has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF"
-            elif not fault.startswith("is longer"):
-                fault = f"invalid CSV: {fault.split(' - ')[0]}"
-        raw = b"".join(raw for _, raw in feed.taken if raw is not None)
-        if fault is None and not raw.strip(b" \r\n"):
-            continue
-        yield feed.taken[0][0], cells, utf8_fault(raw) or fault
 
 
 def _scored_cell(name: str, cell: str) -> Any:
@@ -250,66 +195,125 @@ def arrow_table(source: InputFile, texts: Container[str] | None) -> tuple[list[s
     name, form = source.name, source.form
     try:
         schema, batches = _open(source.file, form)
+        names = list(schema.names)  # which may not be UTF-8
     except ImportError as error:
         raise InvalidInput(
             f'input {name}: reading .{form} files needs pyarrow; pip install "flexengine[parquet]"'
         ) from error
     except Exception as error:  # pyarrow raises errors of its own, and others unchanged
         raise InvalidInput(f"input {name} cannot be read as .{form}: {_first_line(error)}") from error
-    return list(schema.names), _records(batches, name, texts)
+    return names, _records(batches, name, texts)
 
 
 def _records(batches: Iterator[Any], name: Path, texts: Container[str] | None) -> Iterator[TableRow]:
-    import pyarrow as pa
-
     line = 0
     try:
         for batch in batches:
-            for first in range(0, batch.num_rows, _BATCH_ROWS):
-                for cells in records_of(batch.slice(first, _BATCH_ROWS)):
-                    line += 1
-                    yield record_of(line, cells, texts)
-    except (pa.ArrowException, OSError) as error:
+            for cells in _cells(batch):
+                line += 1
+                yield TableRow(line, {}, cells) if isinstance(cells, str) else record_of(line, cells, texts)
+    except Exception as error:  # pyarrow raises errors of its own, and others unchanged
         raise InvalidInput(f"input {name} is damaged after row {line}: {_first_line(error)}") from error
 
 
+def _cells(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """Yield the cells of each row of a batch, or why the row is not read. batch: the number of its rows if it cannot be
+    read within the memory."""
+    if isinstance(batch, int):
+        yield from repeat(_UNREAD, batch)
+        return
+    for first in range(0, batch.num_rows, BATCH_ROWS):
+        for part, size in parts(batch.slice(first, BATCH_ROWS)):
+            yield from [_TOO_LARGE] if size > read_json.MAX_LINE_BYTES else records_of(part)
+
+
 def _open(path: Path, form: str) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of a file."""
+    """Return the schema and the record batches of a file. Instead of a batch that takes too much memory, the iterator
+    has the number of its rows."""
     import pyarrow as pa
 
     if form == "parquet":
         import pyarrow.parquet as pq
 
         table: Any = cast(Any, pq).ParquetFile(path, buffer_size=2**20, pre_buffer=False)
-        return table.schema_arrow, table.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
+        return table.schema_arrow, _parquet_batches(path, table)
     source = pa.memory_map(str(path))
     try:
         file = pa.ipc.open_file(source)
     except pa.ArrowInvalid:  # the datasets library writes .arrow files in the IPC stream format
         source.seek(0)
-        stream = pa.ipc.open_stream(source)
-        return stream.schema, iter(stream)
-    return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
+        file = pa.ipc.open_stream(source)
+    return file.schema, _arrow_batches(path, file, source)
+
+
+def _parquet_batches(path: Path, table: Any) -> Iterator[Any]:
+    for number, (total, rows) in enumerate(batch_rows(path, table.schema)):
+        if rows:
+            yield from table.iter_batches(rows, [number], use_threads=False)
+        else:
+            yield total
+
+
+def _arrow_batches(path: Path, file: Any, source: Any) -> Iterator[Any]:
+    known = list(messages(path))
+    if sum(message.size for message in known if message.is_dictionary) > MOST_READ_BYTES // 2:
+        raise ValueError(f"its dictionaries take over {MOST_READ_BYTES // 2:,} bytes; write it without dictionaries")
+    for number, message in enumerate(message for message in known if not message.is_dictionary):
+        if message.size > MOST_READ_BYTES:
+            source.seek(message.end)
+            yield message.rows
+            continue
+        batch = file.get_batch(number) if hasattr(file, "get_batch") else file.read_next_batch()
+        for column in batch.columns:  # offsets beyond a buffer would end the process
+            try:
+                column.validate(full=True)
+            except ValueError as error:
+                if "UTF8" not in str(error):  # text that is not UTF-8 costs its row alone
+                    raise
+        yield batch
 
 
 def records_of(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows as Python values. A cell that cannot be converted is the exception instead."""
+    """Return rows as Python values. A cell that cannot be converted is the exception instead."""
+    batch = _with_text_times(batch)
     try:
-        yield from batch.to_pylist()
-    except (ValueError, ArithmeticError):  # text that is not UTF-8, or a time beyond Python's range
-        columns = batch.schema.names
-        for i in range(batch.num_rows):
-            yield {name: _cell(column[i]) for name, column in zip(columns, batch.columns, strict=True)}
+        return iter(batch.to_pylist())
+    except Exception:  # text that is not UTF-8, a time beyond Python's range, an unknown time zone
+        columns = list(zip(batch.schema.names, batch.columns, strict=True))
+        return ({name: _cell(column[i]) for name, column in columns} for i in range(batch.num_rows))
+
+
+def _with_text_times(batch: Any) -> Any:
+    """Return the batch with times of day in nanoseconds, which Python's do not have, as text."""
+    for number, column in enumerate(batch.columns):
+        if "time64[ns]" in str(column.type):
+            with suppress(Exception):  # in a type that is not converted, such as a union
+                batch = batch.set_column(number, batch.schema.names[number], column.cast(_with_texts(column.type)))
+    return batch
+
+
+def _with_texts(kind: Any) -> Any:
+    """Return the type with text for times of day in nanoseconds."""
+    import pyarrow as pa
+
+    if kind == pa.time64("ns"):
+        return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_texts(field.type)) for field in kind])
+    return pa.list_(_with_texts(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
 def _cell(scalar: Any) -> Any:
+    import pyarrow as pa
+
     try:
         return scalar.as_py()
-    except (ValueError, ArithmeticError) as error:
-        try:
+    except Exception as error:
+        with suppress(Exception):  # in a time zone that is not known here
+            return scalar.cast(pa.timestamp(scalar.type.unit, "UTC")).as_py()
+        with suppress(Exception):
             return str(scalar.cast("string").as_py())  # nanosecond times, which Python cannot represent
-        except (ValueError, ArithmeticError, NotImplementedError):
-            return error
+        return error
 
 
 def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) -> TableRow:

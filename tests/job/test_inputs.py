@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import gzip
 import hashlib
 import io
 import json
@@ -17,7 +18,9 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.job import csv_records as csv_module
 from flexengine.job import read_json
+from flexengine.job.csv_records import csv_records
 from flexengine.job.inputs import InputRows
 from flexengine.job.read_tables import parsed_cell
 from flexengine.job.rows import Request, Row, encode, row_of
@@ -257,6 +260,74 @@ def test_a_record_over_many_lines_is_bounded(tmp_path, monkeypatch):
     assert [r.line for r in rows] == list(range(2, 53))
     assert [r.error is None for r in rows] == [False, *[True] * 50]
     assert "longer than 100 bytes" in rows[0].error
+
+
+def test_a_cell_of_many_lines(tmp_path):
+    cell = "".join(f"2024-01-01 10:{i % 60:02d}, started job {i}\n" for i in range(1200))
+    data = f'id,prompt\n0,hi\n1,"{cell}"\n2,bye\n'.encode()
+    rows = rows_of(tmp_path, data, "in.csv")
+    assert [(r.fields, r.line) for r in rows] == [
+        ({"id": "0", "prompt": "hi"}, 2),
+        ({"id": "1", "prompt": cell}, 3),
+        ({"id": "2", "prompt": "bye"}, 1204),
+    ]
+    # Without its end only the line that opens the cell is lost.
+    rows = rows_of(tmp_path, data.replace(b'"\n2', b"\n2"), "in.csv")
+    assert [r.line for r in rows] == [*range(2, 1203), 1204]
+    assert [r.error is None for r in rows] == [True, False, *[True] * 1200]
+    assert "a quoted cell has no end" in rows[1].error
+
+
+def test_records_are_those_of_the_csv_module():
+    rng, same = random.Random(5), 0
+    for _ in range(20_000):
+        text = "".join(rng.choices(["a", "b", '"', '"', '""', ",", ",", "\n", "\r\n", "\r", " ", "é", "\0"], k=8))
+        found = list(csv_records(io.BufferedReader(io.BytesIO(text.encode())), ",", 1000))
+        try:
+            wanted = [record for record in csv.reader(io.StringIO(text, newline=""), strict=True) if record]
+        except csv.Error:
+            assert any(fault for _, _, fault in found)
+            continue
+        if all(fault is None for _, _, fault in found):
+            records = [cells for _, cells, _ in found]  # without lines of spaces, which the module reads
+            assert [c for c in records if "".join(c).strip()] == [c for c in wanted if "".join(c).strip()]
+            same += 1
+        else:
+            assert "\r" in text  # as a line end, the module reads it
+    assert same > 5000
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.jsonl.gz"])
+def test_blank_lines_are_counted(tmp_path, name):
+    blank = b"\n" * 30_000 + b" \r\n" * 10_001 + b"  \n"
+    data = b'prompt\n{"prompt": 1}\n' + blank + b'{"prompt": 2}\n\n{"prompt": 3}\n' + blank
+    rows = rows_of(tmp_path, gzip.compress(data) if name.endswith("gz") else data, name)
+    assert [row.line for row in rows][-3:] == [2, 40_005, 40_007]
+
+
+def test_a_row_of_too_many_values_is_one_error_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(read_json, "MAX_VALUES", 100)
+    rows = [{"prompt": '[,\\"' * 500}, {"prompt": "a", "x": [1] * 120}, {"prompt": "b", "x": [1] * 90}]
+    data = "\n".join(map(json.dumps, rows)).encode()
+    assert [row.error for row in rows_of(tmp_path, data)] == [None, "line 2: has over 100 values", None]
+    monkeypatch.setattr(csv_module, "MAX_VALUES", 100)
+    data = b"a,prompt\n" + b"x," * 200 + b'\n"1",b\n'
+    assert [row.error for row in rows_of(tmp_path, data, "in.csv")] == ["line 2: has over 100 cells", None]
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv"])
+def test_a_row_of_wide_characters_is_bounded_in_memory(tmp_path, monkeypatch, name):
+    """One character beyond U+FFFF makes each of a text 4 bytes wide."""
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
+    texts = ["a" * 900, "a" * 900 + "é", "a" * 900 + "😀", "a" * 400 + "😀", "😀" * 220, "ł" * 480]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) if name == "in.jsonl" else text for text in texts]
+    lines = [f'"{line[:10]}\n{line[10:]}"' for line in lines] if name == "in.csv" else lines
+    rows = rows_of(tmp_path, "\n".join([*["prompt"] * (name == "in.csv"), *lines]).encode(), name)
+    over = [row.error is not None for row in rows]
+    assert over == [False, False, True, False, False, False]
+    (row,) = rows_of(tmp_path, b"\0" * 500, "in.txt")
+    assert row.error == "line 1: takes over 2,000 bytes in memory, with 500 control characters; shorten it"
+    assert "takes over 2,000 bytes in memory, with characters of 4 bytes each" in rows[2].error
 
 
 def test_csv_headers(tmp_path):

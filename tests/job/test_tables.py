@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.errors import InvalidInput
+from flexengine.job import arrow_messages, arrow_sizes, parquet_pages, read_json, read_tables
 from flexengine.job.inputs import InputFile, InputRows
 from flexengine.job.read_tables import arrow_table
 from flexengine.job.rows import Request, encode
@@ -157,3 +158,137 @@ def test_bytes_are_text_where_text_is_read(tmp_path):
     found = list(arrow_table(InputFile(path), None)[1])
     assert [record.fields for record in found] == [{"text": "café", "b": "a"}, {"text": "/w==", "b": "/w=="}]
     assert [record.fault for record in found] == [None, None]
+
+
+def test_times_of_nanoseconds_and_of_unknown_zones(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    fine = pa.array([1, None], pa.time64("ns"))
+    zoned = pa.array([10**9, None], pa.timestamp("s", "Mars/Phobos"))
+    columns = {
+        "prompt": ["a", "b"],
+        "fine": fine,
+        "list": pa.array([[1], []], pa.list_(pa.time64("ns"))),
+        "zoned": zoned,
+    }
+    for suffix in (".parquet", ".arrow"):
+        first, second = InputRows(arrow_file(tmp_path / f"t{suffix}", pa.table(columns)))
+        assert first.fields["fine"] == "00:00:00.000000001"
+        assert first.fields["list"] == ["00:00:00.000000001"]
+        assert first.fields["zoned"] == "2001-09-09T01:46:40+00:00"
+        assert (second.fields["fine"], second.fields["zoned"], second.error) == (None, None, None)
+
+
+def test_a_column_name_that_is_not_utf8(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    data = arrow_file(tmp_path / "t.arrow", pa.table({"pppp": ["a"], "prompt": ["b"]})).read_bytes()
+    with pytest.raises(InvalidInput, match=r"cannot be read as \.arrow: 'utf-8' codec"):
+        InputRows(written(tmp_path, data.replace(b"pppp", b"p\xffpp"), "u.arrow"))
+
+
+def test_offsets_beyond_the_data_are_damage(tmp_path):
+    pa, np = pytest.importorskip("pyarrow"), pytest.importorskip("numpy")
+    data = arrow_file(tmp_path / "t.arrow", pa.table({"prompt": ["abcdefgh"] * 4})).read_bytes()
+    right, wrong = (np.array([0, 8, x, 24, 32], np.int32).tobytes() for x in (16, 2**30))
+    with pytest.raises(InvalidInput, match="is damaged after row 0"):
+        list(InputRows(written(tmp_path, data.replace(right, wrong), "u.arrow")))
+
+
+def test_a_list_of_nulls_takes_memory_though_the_file_has_no_bytes_of_it(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    count = 2**31 - 1
+    nulls = pa.ListArray.from_arrays([0, 2, count], pa.nulls(count))
+    path = arrow_file(tmp_path / "t.arrow", pa.table({"prompt": ["a", "b"], "x": nulls}))
+    assert path.stat().st_size < 5000
+    first, second = InputRows(path)
+    assert first.fields == {"prompt": "a", "x": [None, None]}
+    assert second.error.startswith("line 2: is longer than 67,108,864 bytes, or has over 2,097,152 values")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_row_above_the_limit_is_one_error_row(tmp_path, monkeypatch, suffix):
+    pa = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(arrow_sizes, "PART_BYTES", 500)
+    table = pa.table({"prompt": ["a", "b" * 990, "c", "d", "e"], "x": [[1], [], [1] * 40, [1] * 20, []]})
+    rows = list(InputRows(arrow_file(tmp_path / f"t{suffix}", table)))
+    assert [row.error is None for row in rows] == [True, False, False, True, True]
+    assert rows[1].error.startswith("line 2: is longer than ")
+    assert [row.fields.get("prompt") for row in rows] == ["a", None, None, "d", "e"]
+
+
+def sizes_of(path, number=0):
+    parquet = pytest.importorskip("pyarrow.parquet").ParquetFile(path)
+    with open(path, "rb") as file:
+        (group,) = parquet_pages._row_groups(file)
+        depth = parquet.schema.column(number).max_repetition_level
+        return parquet_pages._chunk(file.fileno(), group[1][number][3], depth)
+
+
+@pytest.mark.parametrize("packing", ["none", "snappy", "zstd", "gzip", "lz4", "brotli"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_sizes_of_rows_are_found_in_the_pages(tmp_path, monkeypatch, packing, version):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(parquet_pages, "READ_BYTES", 0)  # look at every page
+    rng = random.Random(f"{packing} {version}")
+    for number in range(8):
+        top = rng.choice((1, 3, 300, 5000))
+        lists = [[rng.randrange(rng.choice((1, 50_000)))] * rng.randrange(top) for _ in range(rng.randrange(1, 300))]
+        nested = [[part[:2], part] for part in lists]
+        texts = [["x" * rng.randrange(100)] * rng.randrange(4) for _ in lists]
+        pq.write_table(
+            pa.table({"flat": lists, "deep": nested, "texts": texts}),
+            tmp_path / "t.parquet",
+            compression=packing,
+            use_dictionary=number % 2 == 0,
+            data_page_size=rng.choice((100, 10_000)),
+            data_page_version=version,
+        )
+        assert sizes_of(tmp_path / "t.parquet").values == max(1, *map(len, lists), 1)
+        # An empty list takes a place in the levels.
+        assert sizes_of(tmp_path / "t.parquet", 1).values == max(max(1, len(a)) + max(1, len(b)) for a, b in nested)
+        found = sizes_of(tmp_path / "t.parquet", 2)
+        longest = max((len(text) for row in texts for text in row), default=0)
+        assert found.cell == (longest if number % 2 == 0 else 0)
+        assert found.values == max(1, *map(len, texts), 1)
+        assert found.row >= (0 if number % 2 == 0 else max(sum(map(len, row)) for row in texts))
+
+
+def test_few_rows_are_read_at_a_time_and_a_group_that_is_too_large_is_error_rows(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    texts = ["a", *["x" * 10_000] * 300, *["b"] * 301]
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "t.parquet", row_group_size=301)
+    file = pq.ParquetFile(tmp_path / "t.parquet")
+    for most, rows in ((2**28, 256), (10_100 * 10, 8), (15_000, 1), (5000, 0)):
+        monkeypatch.setattr(parquet_pages, "READ_BYTES", most)
+        monkeypatch.setattr(parquet_pages, "MOST_READ_BYTES", 2 * most)
+        assert list(parquet_pages.batch_rows(tmp_path / "t.parquet", file.schema)) == [(301, rows), (301, 256)]
+        read = list(InputRows(tmp_path / "t.parquet"))
+        assert [row.fields.get("prompt") for row in read] == (texts if rows else [None] * 301 + ["b"] * 301)
+    assert "its row group or batch takes over" in read[0].error
+
+
+@pytest.mark.parametrize("new", ["new_file", "new_stream"])
+@pytest.mark.parametrize("packing", ["zstd", "lz4", None])
+def test_sizes_of_arrow_batches_are_known_before_they_are_read(tmp_path, monkeypatch, new, packing):
+    pa = pytest.importorskip("pyarrow")
+    texts = ["a"] * 50 + ["x" * 1000] * 50 + ["b"] * 20
+    table = pa.table({"prompt": texts, "kind": pa.array(texts).dictionary_encode(), "n": [[1, 2]] * 120})
+    options = pa.ipc.IpcWriteOptions(compression=packing)
+    with getattr(pa.ipc, new)(str(tmp_path / "t.arrow"), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=50)
+    found = list(arrow_messages.messages(tmp_path / "t.arrow"))
+    assert [message.rows for message in found if not message.is_dictionary] == [50, 50, 20]
+    assert [message.rows for message in found if message.is_dictionary] == [3]
+    if packing is None:
+        assert {message.size for message in found} == {0}
+        return
+    assert found[2].size > 50_000 > found[1].size
+    monkeypatch.setattr(read_tables, "MOST_READ_BYTES", 20_000)
+    rows = list(InputRows(tmp_path / "t.arrow"))
+    assert [row.fields.get("prompt") for row in rows] == ["a"] * 50 + [None] * 50 + ["b"] * 20
+    assert rows[50].error.startswith("line 51: its row group or batch takes over ")
+    monkeypatch.setattr(read_tables, "MOST_READ_BYTES", 200)
+    with pytest.raises(InvalidInput, match="its dictionaries take over 100 bytes"):
+        list(InputRows(tmp_path / "t.arrow"))

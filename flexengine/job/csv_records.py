@@ -1,0 +1,149 @@
+"""Records of CSV and TSV files, with the quotes of RFC 4180. A quoted cell may hold line ends, so a record is one line
+or several. A broken record costs its first line alone."""
+
+import io
+from collections.abc import Iterator
+from typing import BinaryIO, cast
+
+from flexengine.errors import InvalidInput
+from flexengine.job.read_json import BOM, MAX_VALUES, skip_blank, too_long, too_wide, utf8_fault
+
+CsvRecord = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
+_LINE_END = b"\r\n"
+_BLANK = b" \r\n"  # not a tab, which separates the cells of TSV files
+
+
+def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[CsvRecord]:
+    """Yield the records of a file, header first, without blank lines.
+
+    If a record breaks the rules of quoting, or is longer than `most` bytes, only its first line is dropped and reading
+    continues with the next line. A stray quote therefore does not consume the rest of the file.
+    """
+    record = _Record(file, most)
+    while record.begin():
+        cells, fault = list[str](), None
+        try:
+            cells = record.cells(delimiter)
+        except UnicodeDecodeError:
+            fault = utf8_fault(bytes(record.raw))
+        except _WholeRecord as error:
+            fault = str(error)
+        except InvalidInput as error:
+            record.give_back()
+            fault = utf8_fault(bytes(record.raw)) or str(error)
+        yield record.line, cells, fault
+
+
+class _WholeRecord(InvalidInput):
+    """The record has a fault, but its end is known."""
+
+
+class _Record:
+    """The present record of a file.
+
+    Attributes:
+        line: line on which it starts, from 1.
+        raw: its bytes as far as they are read.
+    """
+
+    def __init__(self, file: BinaryIO, most: int) -> None:
+        self._file, self._most = cast(io.BufferedReader, file), most
+        self._again = _reader(b"")  # lines of a broken record after its first, to be read again
+        self.line, self.raw = 1, bytearray()
+
+    def begin(self) -> bool:
+        """Read the first line of the next record. Return False at the end of the file."""
+        first = self.line == 1 and not self.raw
+        while True:
+            self.line += self.raw.count(b"\n")
+            self.raw = bytearray()
+            if not self._more():
+                return False
+            if first:
+                self.raw, first = self.raw.removeprefix(BOM), False
+            if self._is_too_long() or self.raw.strip(_BLANK):
+                return True
+            self.line += skip_blank(self._again if self._again.peek() else self._file, _BLANK)
+
+    def cells(self, delimiter: str) -> list[str]:
+        """Return the cells, reading more lines while a quoted cell is open.
+
+        Raises:
+            InvalidInput: the record is longer than allowed, or breaks the rules of quoting.
+            UnicodeDecodeError: a cell is not UTF-8.
+        """
+        self._check_size()
+        mark = delimiter.encode()
+        if b'"' not in self.raw and not too_wide(self.raw) and self.raw.count(mark) < MAX_VALUES:
+            return str(self._checked(self.raw.rstrip(_LINE_END)), "utf-8").split(delimiter)
+        found, at = list[bytearray](), 0
+        while at >= 0:
+            cell, end = self._quoted(at) if self.raw.startswith(b'"', at) else self._plain(at, mark)
+            found.append(cell)
+            if len(found) > MAX_VALUES:
+                raise InvalidInput(f"has over {MAX_VALUES:,} cells")
+            at = end + 1 if self.raw.startswith(mark, end) else -1
+        if self.raw[end:].strip(_LINE_END):
+            raise InvalidInput(f"invalid CSV: {delimiter!r} expected after '\"'")
+        if fault := too_wide(self.raw):
+            raise _WholeRecord(fault)
+        return [str(cell, "utf-8") for cell in found]
+
+    def give_back(self) -> None:
+        """Keep the first line alone. The others are read again."""
+        if end := self.raw.find(b"\n") + 1:
+            if len(self.raw) > end:
+                self._again = _reader(bytes(self.raw[end:]) + self._again.read())
+                del self.raw[end:]
+            return
+        while (piece := self._file.readline(2**20)) and not piece.endswith(b"\n"):
+            pass
+        self.raw = bytearray(piece[-1:])
+
+    def _quoted(self, at: int) -> tuple[bytearray, int]:
+        """Return the quoted cell that begins at a position, and where it ends."""
+        end = at
+        while True:
+            seen = end + 1
+            while (end := self.raw.find(b'"', seen)) < 0:
+                seen = len(self.raw)
+                if not self._more(quoted=True):
+                    raise InvalidInput("invalid CSV: a quoted cell has no end")
+                self._check_size()
+            if not self.raw.startswith(b'"', end + 1):
+                return self.raw[at + 1 : end].replace(b'""', b'"'), end + 1
+            end += 1
+
+    def _plain(self, at: int, delimiter: bytes) -> tuple[bytearray, int]:
+        end = self.raw.find(delimiter, at)
+        cell = self.raw[at:] if end < 0 else self.raw[at:end]
+        cell = self._checked(cell.rstrip(_LINE_END) if end < 0 else cell)
+        return cell, at + len(cell)
+
+    def _checked(self, text: bytearray) -> bytearray:
+        if b"\r" in text:
+            raise InvalidInput("has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF")
+        return text
+
+    def _more(self, quoted: bool = False) -> bool:
+        """Read the next line, or as much of it as is allowed. Return False at the end of the file. quoted: read several
+        lines if no quote is in them."""
+        room = self._most + len(_LINE_END) + 1 - len(self.raw)
+        source = self._again if self._again.peek() else self._file
+        block = source.peek()[:room] if quoted else b'"'
+        read = source.readline(room) if b'"' in block else source.read(len(block))
+        if b'"' in block and not read.endswith(b"\n"):
+            read += self._file.readline(room - len(read))
+        self.raw += read
+        return bool(read)
+
+    def _is_too_long(self) -> bool:
+        return len(self.raw) > self._most + len(_LINE_END)
+
+    def _check_size(self) -> None:
+        if self._is_too_long():
+            raise InvalidInput(f"{too_long(self._most)}; if a quote opens no cell here, remove it")
+
+
+def _reader(data: bytes) -> io.BufferedReader:
+    return io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)))
