@@ -232,7 +232,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_read() -> None:
     assert read(SamplingParams, {"seed": 4}, "row") == SamplingParams(seed=4)
-    known = r"row has unknown fields \['top_q'\]; it takes \['frequency_penalty', 'ignore_eos'.*; did you mean top_p\?"
+    known = r"row has unknown fields \['top_q'\]; it takes \['add_generation_prompt'.*; did you mean top_p\?"
     with pytest.raises(InvalidInput, match=known):
         read(SamplingParams, {"top_q": 4}, "row")
 

@@ -26,7 +26,7 @@ import torch
 
 from flexengine.activity import message
 from flexengine.errors import BadCheckpoint, UnsupportedModel
-from flexengine.model.files import ADAPTER_WEIGHTS, indexed_files, model_file
+from flexengine.model.files import ADAPTER_WEIGHTS, check_content, indexed_files, regular_file
 from flexengine.read_retries import opened
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -79,13 +79,14 @@ def read_header(path: Path) -> dict[str, Origin]:
 
     The rules of the safetensors library apply: no name occurs twice, and the tensors fill the data of the file without
     overlaps or gaps. Raise BadCheckpoint if the file breaks a rule or cannot be read."""
-    model_file(path)
+    regular_file(path)
     try:
         size = os.path.getsize(path)
         with opened(path) as f:
             start = f.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 2 <= length <= min(_MAX_HEADER, size - 8):
+                check_content(path)
                 raise BadCheckpoint(f"{path}: not a safetensors file (header of {length} bytes in a file of {size})")
             header = json.loads(f.read(length).decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
         header.pop("__metadata__", None)

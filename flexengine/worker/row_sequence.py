@@ -43,8 +43,8 @@ class RowSequence(Sequence):
         """Append a sampled token. Return whether it was the last one."""
         if sampled.token == NONFINITE:
             edited = self.sampling.bad_words or self.sampling.min_tokens
-            forbidden = ", or bad_words and min_tokens forbid every token," if edited else ""
-            self.error = f"its logits are not finite{forbidden} after {len(self.token_ids)} tokens"
+            forbidden = ", or bad_words and min_tokens forbid every token" if edited else ""
+            self.error = f"its logits are not finite after {len(self.token_ids)} tokens{forbidden}"
             return True
         self.token_ids.append(sampled.token)
         assert self.stops is not None

@@ -195,7 +195,8 @@ def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
         return {option for action in parser._actions for option in action.option_strings if option[:2] == "--"}
 
     elsewhere = {"--output", "--restart", "--retry-errors", "--trace", "--report", "--temperature",
-                 "--seed", "--top-k",
+                 "--seed", "--top-k", "--min-tokens", "--logit-bias", "--bad-word", "--no-thinking",
+                 "--chat-template-kwargs", "--continue-final-message",
                  "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty",
                  "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run",
                  "--stages", "--strategy", "--interface", "--ray", "--actors", "--shard-rows",

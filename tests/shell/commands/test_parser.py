@@ -126,7 +126,8 @@ class TestConfig:
                 continue
             value = (
                 "true" if action.nargs == 0 else "3" if action.type in (int, float)
-                else f'"{list(action.choices)[-1]}"' if action.choices else '"x"'
+                else f'"{list(action.choices)[-1]}"' if action.choices
+                else """'{"7": 1}'""" if action.metavar == "JSON" else '"x"'
             )  # fmt: skip
             lines.append(f"{name} = {value}")
         args, plain = self.parse(tmp_path, "\n".join(lines)), run_parser().parse_args([])
