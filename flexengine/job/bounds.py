@@ -38,6 +38,8 @@ class BoundedTokenizer:
         self._tokenizer, self._context = tokenizer, context
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # of an object that is being copied
+            raise AttributeError(name)
         return getattr(self._tokenizer, name)
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from bench.hostile.files import FILES
 def test_files_within_their_memory(tmp_path: Path) -> None:
     if reason := limit.why_not():
         pytest.skip(reason)
-    names = ["lists.jsonl", "bomb.jsonl.zst", "lines.csv", "dictionary.parquet", "list.parquet", "views.arrow"]
+    names = ["lists.jsonl", "bomb.jsonl.zst", "lines.csv", "list.parquet", "views.arrow"]
     out = tmp_path / "out.jsonl"
     assert main(["--rows", "0", "--only", *names, "--out", str(out)]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]

@@ -35,7 +35,7 @@ CHANGES = [
 @pytest.fixture
 def any_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept stop strings, although the model has no tokenizer."""
-    monkeypatch.setattr("flexengine.engine.survey.check_stops", lambda *_: None)
+    monkeypatch.setattr("flexengine.engine.survey.check_edits", lambda *_: None)
 
 
 @pytest.mark.usefixtures("any_stops")
