@@ -77,7 +77,7 @@ def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         print(listening.getsockname()[1], flush=True)
         connection = listening.accept()[0]
-        prove(connection, secret_for("127.0.0.1"), accepts=True)
+        prove(connection, secret_for("127.0.0.1"), b"", accepts=True)
         server = AttentionServer(Connection(connection), WorkerPool(memory))
     server.kernels = SlowKernels(server.kernels, seconds)  # type: ignore[assignment]
     server.run()

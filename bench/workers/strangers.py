@@ -54,10 +54,10 @@ def kinds() -> dict[str, Callable[[random.Random], bytes]]:
         "random bytes": lambda rng: rng.randbytes(rng.randrange(1, 5000)),
         "a request": lambda rng: b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n" * rng.randrange(1, 50),
         "the store of torch": lambda rng: struct.pack("<BI", 0, 0x3C85F7CE) + rng.randbytes(64),
-        "a wrong proof": lambda rng: OPENING + rng.randbytes(64),
+        "a wrong proof": lambda rng: OPENING + b"attention".ljust(16) + rng.randbytes(64),
         "half an opening": lambda rng: OPENING[: rng.randrange(1, 16)],
         "headers": lambda rng: b"".join(header(rng) for _ in range(rng.randrange(1, 5))),
-        "headers after an opening": lambda rng: OPENING + rng.randbytes(64) + header(rng),
+        "headers after an opening": lambda rng: OPENING + b"attention".ljust(16) + rng.randbytes(64) + header(rng),
     }
 
 

@@ -74,16 +74,17 @@ class RateStore:
             if not known.measured and self._quick is None:
                 self._quick = quick_rates(self.machine, self.opened)
                 return True
-            tables = measure_forms(self.machine, self.opened, known.products)
+            if not (tables := measure_forms(self.machine, self.opened, known.products)):
+                return False
         except (FlexError, torch.OutOfMemoryError) as error:
             message(f"not measured: {error}", logging.WARNING)
             return False
+        facts, key = self.opened.facts, store.key_of(self.machine, self.opened.dtype, self.opened.files)
         if self._quick is not None:
-            self._quick = replace(self._quick, products={**self._quick.products, **tables})
-        key = store.key_of(self.machine, self.opened.dtype, self.opened.files)
-        if tables and (latest := store.cached(key)):
-            store.save_rates(key, replace(latest, products={**latest.products, **tables}))
-        return bool(tables)
+            self._quick = store.joined(self._quick, {"products": tables}, facts)
+        if latest := store.cached(key):
+            store.save_rates(key, store.joined(latest, {"products": tables}, facts))
+        return True
 
     def measured(self) -> Hardware:
         """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring

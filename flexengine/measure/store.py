@@ -68,15 +68,19 @@ def obtain(
     measured: dict[str, Any] = {}  # missing rates of the model
     if measure and opened is not None:
         measured = resolve_name("flexengine.measure.machine:measure_opened")(hardware, machine, opened)
-    if any(measured.values()):
+    if opened is not None and any(measured.values()):
         known = cached(key) or hardware  # other jobs may have saved rates of other models
-        save_rates(key, _joined(known, measured))
-        hardware = _joined(hardware, measured)
+        save_rates(key, joined(known, measured, opened.facts))
+        hardware = joined(hardware, measured, opened.facts)
     return hardware.with_capacity(machine.capacity)
 
 
-def _joined(known: Hardware, measured: Mapping[str, Any]) -> Hardware:
-    again = {name for field in ("layers", "heads", "blocks") for name in measured[field]}
+def joined(known: Hardware, measured: Mapping[str, Any], facts: ModelFacts) -> Hardware:
+    """Return rates with further ones. Corrections of earlier ones end, also if this model's are computed from them."""
+    again = {name for field in ("layers", "heads", "blocks") for name in measured.get(field, ())}
+    if "products" in measured:
+        own = {facts.signature(j) for j in range(len(facts.layers))} | {facts.head_signature}
+        again |= own - {*known.layers, *known.heads}
     before = {name: by for name, by in known.corrected.items() if name not in again}
     tables: dict[str, Any] = {field: {**getattr(known, field), **new} for field, new in measured.items()}
     return replace(known, corrected=before, **tables)

@@ -41,12 +41,12 @@ _BUFFERS = (
 )
 # Tensors of other uses of a model, which generation without them does not read.
 _EXTRAS = {
-    "heads for values and classes": r"(^|\.)(v_head|value_head|reward_head|score|classifier|classification_head|"
+    "heads for values and classes": r"^(\w+\.)?(v_head|value_head|reward_head|score|classifier|classification_head|"
     r"regression_head|qa_outputs|pooler)\.",
     "scales of an 8-bit KV cache": r"\.([kvq]|kv|prob)_(scale|zero_point)$|\.[kv]_proj\.output_scale$",
-    "layers for multi-token prediction": r"(^|\.)mtp(_\w+)?\.",
+    "layers for multi-token prediction": r"^(\w+\.)?mtp(_\w+)?\.",
 }
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.(.+)")
 _PIECE = 1 << 24  # bytes compared at a time
 _ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
 
@@ -231,12 +231,12 @@ def origins(
 def _extras(unused: Iterable[str], used: Iterable[str], layers: int) -> dict[str, str]:
     """Return what is known of unused tensors that may be ignored, by name: `_EXTRAS`, and layers beyond `layers` whose
     tensors are named as those of a layer that is used."""
-    inside = {match[2] for name in used if (match := _LAYER.search(name))}
-    beyond = {int(match[1]) for name in unused if (match := _LAYER.search(name)) and match[2] in inside}
+    inside = {match.group(1, 3) for name in used if (match := _LAYER.match(name))}
+    beyond = {match.group(1, 2) for name in unused if (match := _LAYER.match(name)) and match.group(1, 3) in inside}
     found = {}
     for name in unused:
-        match = _LAYER.search(name)
-        if match and int(match[1]) >= layers and int(match[1]) in beyond:
+        match = _LAYER.match(name)
+        if match and int(match[2]) >= layers and match.group(1, 2) in beyond:
             found[name] = f"layers beyond the {layers} of the config"
         elif what := next((what for what, pattern in _EXTRAS.items() if re.search(pattern, name)), None):
             found[name] = what

@@ -81,8 +81,8 @@ def _write(header: Header, directory: Path) -> None:
     if missing:
         raise BadCheckpoint(f"{path} lacks {len(missing)} tensors, among them {sorted(missing)[:3]}")
     config.save_pretrained(directory)
-    if len(ends := end_tokens(path, header.values)) > 1:
-        model.generation_config.eos_token_id = ends
+    if ends := end_tokens(path, header.values):
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     model.generation_config.save_pretrained(directory)
     with activity("converting", f"converting the tokenizer of {path.name}"):
         _save_tokenizer(header, config, directory)

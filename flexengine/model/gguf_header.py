@@ -18,6 +18,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_TEXT_BYTES = 16 * 2**20  # limit in bytes of a string; chat templates are the longest
 _ALIGNMENTS = [2**power for power in range(3, 21)]
+_MAX_ELEMENTS = 2**24  # limit of an array; the largest vocabularies have under a million tokens
 _MAX_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousands of tensors and tens of values
 
 
@@ -124,6 +125,8 @@ def _value(data: mmap.mmap, kind: int, read_array: bool) -> Any:
     if kind != _ARRAY:
         return _numbers(data, _SCALARS[kind])[0]
     element, count = _numbers(data, "IQ")
+    if count > _MAX_ELEMENTS:
+        raise ValueError(f"an array at {data.tell()} has {count} elements; the limit is {_MAX_ELEMENTS}")
     if read_array and element in _SCALARS:
         return list(_numbers(data, f"{count}{_SCALARS[element]}"))
     if element in _SCALARS:

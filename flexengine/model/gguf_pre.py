@@ -17,7 +17,6 @@ _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2)
 _CHINESE = "[一-龥\u0800-一가-\ud7ff]+"
 _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
@@ -56,8 +55,8 @@ _LONG_SPACES = "|".join([r"\s*[\r\n]+", *(rf"\s{{{2**n}}}(?!\S)" for n in range(
 _NUMBERS = r"\p{N}{1,3}"
 # Patterns by names: every stretch that one matches, and every one between, is split by the next.
 _PATTERNS: dict[str, Sequence[str]] = {
-    "default": (*_FALCON, r"\p{N}+", "[0-9]{3}"),
-    "falcon": (*_FALCON, "[0-9]{3}"),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9]{3}"),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9]{3}"),
     "gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert roberta-bpe jina-es"
     " jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code": (_GPT2,),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (r"\p{N}", _GPT2),
@@ -142,7 +141,7 @@ def byte_level(path: Path, values: Mapping[str, Any]) -> Any:
     texts, kinds = values["tokenizer.ggml.tokens"], values.get("tokenizer.ggml.token_type") or ()
     ids = {key: values.get(f"tokenizer.ggml.{key}_token_id") for key in (*_SPECIAL, *_ENDS)}
     control = {number for number, kind in enumerate(kinds) if kind == _CONTROL}
-    control |= {number for number in ids.values() if number is not None}
+    control |= {number for number in ids.values() if number is not None} | {*end_tokens(path, values)}
     user = {number for number, kind in enumerate(kinds) if kind == _USER_DEFINED} - control
     merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
     vocabulary = dict(zip(_spelled(texts, control | user), range(len(texts)), strict=True))

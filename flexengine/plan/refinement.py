@@ -47,8 +47,9 @@ def place_off_device(tried: Candidates, streams: bool) -> None:
     if tried.cost.hardware.workers:
         _try_workers(placement)
     refine(placement)
-    if streams and placement.weights_on_host:  # no plan is worse than streaming all weights from RAM
-        any(tried.attempt(replace(tried.of(block), weights=STREAMED)) for block in tried.blocks())
+    if streams and placement.weights_on_host:  # no plan is worse than streaming all weights from RAM in equal blocks
+        for block in tried.blocks():
+            tried.attempt(replace(tried.of(block), weights=STREAMED))
     if placement.failed is not None:
         message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
 

@@ -1,5 +1,6 @@
 """GGUF files made safetensors: compared with what a file was made from, and with transformers."""
 
+import io
 import json
 import struct
 
@@ -20,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
-from flexengine.model import gguf
+from flexengine.model import gguf, gguf_header
 from flexengine.model.source import resolve
 from tests.helpers.prepared import tensors_of
 from tests.helpers.strategies import flipped
@@ -139,6 +140,19 @@ def test_what_transformers_would_drop_or_invent_is_refused(tmp_path):
         with pytest.raises(UnsupportedModel, match=r"yarn|parts|window"):
             prepared_gguf(write_gguf(tmp_path / "d.gguf", "llama", tensors, extra=extra))
     assert not list(cache_root().glob("prepared/*.tmp-*"))
+
+
+def test_a_single_end_of_a_turn_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "end_tokens", lambda path, values: [5])
+    (tmp_path / "d").mkdir()
+    gguf.convert(tiny_gguf(tmp_path / "m.gguf"), tmp_path / "d")
+    assert json.loads((tmp_path / "d" / "generation_config.json").read_text())["eos_token_id"] == 5
+
+
+def test_an_array_of_too_many_elements_is_refused():
+    for kind in (0, 8):
+        with pytest.raises(ValueError, match="has 16777217 elements; the limit is 16777216"):
+            gguf_header._value(io.BytesIO(struct.pack("<IQ", kind, 2**24 + 1) + bytes(64)), 9, True)
 
 
 def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):

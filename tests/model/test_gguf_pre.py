@@ -97,6 +97,8 @@ def test_text_is_split_as_by_transformers_where_it_knows_the_name():
         ("deepseek-llm", "a 12\n\nb", ["a", "Ġ", "1", "2", "Ċ", "Ċ", "b"]),
         ("falcon", "a1234!b", ["a", "123", "4", "!", "b"]),
         ("default", "x 12 1234", ["x", "Ġ", "12", "Ġ", "123", "4"]),
+        ("falcon", "a `b", ["a", "Ġ", "`", "b"]),
+        ("default", "a `b", ["a", "Ġ`", "b"]),
         ("viking", "ab 12.c", ["ab", "Ġ", "1", "2", ".", "c"]),
         ("bloom", "ab 12.c", ["ab", "Ġ12", ".", "c"]),
         ("chameleon", "a  b,1", ["a", "ĠĠ", "b", ",", "1"]),
@@ -166,6 +168,12 @@ def test_end_tokens(ids, template, expected):
     tokens = ["</s>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>"]
     given = {**named, "tokenizer.chat_template": template, "tokenizer.ggml.tokens": tokens}
     assert gguf_pre.end_tokens(Path("m.gguf"), given) == expected
+
+
+def test_an_end_of_a_turn_is_one_token_whatever_its_type():
+    given = {**values("qwen2", (("<|im_end|>", 1),)), "tokenizer.chat_template": "{{ '<|im_end|>' }}"}
+    ids = gguf_pre.byte_level(Path("m.gguf"), given)("a<|im_end|>")["input_ids"]
+    assert ids == [ALPHABET.index("a"), len(ALPHABET) + 2]
 
 
 def test_an_end_token_beyond_the_vocabulary_is_refused():

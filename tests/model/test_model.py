@@ -12,7 +12,7 @@ import torch
 from flexengine import Engine, SamplingParams
 from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.build import build
-from flexengine.model.checkpoint import read_checkpoint, read_header
+from flexengine.model.checkpoint import _extras, read_checkpoint, read_header
 from tests.helpers.families import FAMILIES, NEW, make_checkpoint
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -122,6 +122,13 @@ def test_tensors_of_other_uses_are_ignored_with_one_message(families: Any, tmp_p
     assert line.startswith(f"{4 + len([n for n in known.model.state_dict() if '.layers.0.' in n]) + 1} tensors")
     for what in ("values and classes", "8-bit KV cache", "multi-token prediction", f"beyond the {count} of the config"):
         assert what in line
+
+
+def test_parts_of_layers_and_layers_of_other_parts_are_not_ignored() -> None:
+    ignored = ["v_head.a", "model.score.weight", "model.mtp.fc.weight", "model.layers.9.mlp.up.weight"]
+    needed = ["model.layers.0.self_attn.indexer.score.weight", "model.layers.0.mlp.gate.score.bias",
+              "model.layers.0.mtp.weight", "vision.encoder.layers.9.mlp.up.weight"]  # fmt: skip
+    assert list(_extras(ignored + needed, ["model.layers.0.mlp.up.weight"], 2)) == ignored
 
 
 def test_truncated_shards_are_refused_at_every_length(families: Any, tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pulp
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import TIERS
-from flexengine.plan import placement
+from flexengine.plan import placement, refinement
 from flexengine.plan.candidates import Candidates, Options
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
@@ -113,6 +114,19 @@ def test_steps_of_a_block_size() -> None:
     assert steps(5, 1) == [(4, 1), (6, 1)]
     assert steps(4, 2) == [(4, 1), (4, 3)]
     assert steps(4, 4) == [(4, 3)]  # no block is larger than the job
+
+
+def test_all_blocks_are_tried_with_streamed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest one that fits need not be the fastest."""
+    for name in ("refine", "_stream"):
+        monkeypatch.setattr(refinement, name, lambda placement: None)
+    made = SimpleNamespace(weights_on_host=True, failed=None, spills=True)
+    monkeypatch.setattr(refinement, "Placement", lambda *_, **__: made)
+    tried, tries = SimpleNamespace(blocks=lambda: [8, 4, 1], of=Policy, predictions={}), list[Policy]()
+    tried.cost = SimpleNamespace(hardware=SimpleNamespace(assumed=False, workers=()))
+    tried.attempt = lambda policy: tries.append(policy) or policy
+    refinement.place_off_device(tried, streams=True)  # type: ignore[arg-type]
+    assert tries == [Policy(block, weights=refinement.STREAMED) for block in (8, 4, 1)]
 
 
 def test_without_the_solver_nothing_is_left_out_silently(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ class AttentionServer:
         self._queue(asked, lambda: work(asked), *[] if question.first else [ticket])
 
     def _add(self, ticket: int, at: int, nbytes: int, whole: int) -> None:
-        asked, record = self._first.pop(ticket, None), (ticket, "added")
+        asked, record = self._first.pop(ticket, None), f"added {ticket}"
         if asked is None:
             raise Broken(f"keys and values of question {ticket} came, whose queries did not go first")
         self._records.book(record, 2 * whole)

@@ -150,6 +150,7 @@ def worker_tiers(connects: Sequence[Callable[[str], Client]], engines: int = 1) 
 
 
 MOST_PATH = 107  # bytes of the name of a Unix socket
+PURPOSE = b"attention"  # of connections to attention workers
 CONNECT_SECONDS = 10.0  # to a worker of another machine
 START_SECONDS = 120.0  # until a process must have loaded its libraries and kernels
 
@@ -293,7 +294,7 @@ class RemoteWorker(Client):
         lost = partial(WorkerLost, place, f"{place} ({address})")
         remedy = "check the address, or start flexengine serve-attention there"
         try:
-            connection = connect(address_of(address), CONNECT_SECONDS)
+            connection = connect(address_of(address), CONNECT_SECONDS, PURPOSE)
         except WrongSecret as error:
             raise InvalidInput(f"attention worker {place} ({address}): {error}") from error
         except Broken as error:
@@ -333,7 +334,7 @@ def serve_forever(
         secret: what engines must prove; None for a socket that only this user can reach.
     """
 
-    def serve(connection: socket.socket, name: str) -> None:
+    def serve(connection: socket.socket, name: str, _: bytes) -> None:
         engine = f"the engine at {name}"
         say(f"serving {engine}")
         try:
@@ -342,7 +343,7 @@ def serve_forever(
         except Exception as error:  # Broken, or an error of a message that no engine sends; other engines go on
             say(f"{engine} is lost: {error}")
 
-    gate = Gate(server, secret, serve, say)
+    gate = Gate(server, secret, PURPOSE, serve, say)
     try:
         while True:
             gate.accept()

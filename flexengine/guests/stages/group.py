@@ -9,6 +9,7 @@ in order.
 
 import contextlib
 import enum
+import hmac
 import json
 import os
 import socket
@@ -39,7 +40,8 @@ OrderKind = enum.IntEnum(
 EMPTY = torch.empty(0, dtype=torch.uint8)
 ORDERS, RESULTS, HIDDENS = 1, 2, 3  # channels: from the driver, to the driver, to the next stage
 CONTROL, MEET = 0, 4  # connections of a stage to the driver, MEET for `exchange`; the other ones are for HIDDENS
-HELLO, VALUE = 1, 2  # kinds of the first message of a connection, and of those of `exchange`
+VALUE = 2  # kind of the messages of `exchange`
+PURPOSE = b"stage %d %d"  # of a connection: number of its kind, and rank of the process that connects
 MOST_SHARED = 1 << 24  # bytes of a value that is exchanged, and of an error
 # Most bytes of a body by kind.
 LIMITS: dict[int, int] = {
@@ -199,11 +201,10 @@ class PipelineGroup(ProcessGroup):
         after = {(HIDDENS, self.rank + 1)} if self.rank + 1 < self.size else set[tuple[int, int]]()
         with _listening(own) as server, self._accepting(server, wanted | after):
             if store is not None and self.rank == 0:
-                store.set("driver", json.dumps([host, server.getsockname()[1]]))
+                store.set("driver", _announced(self._secret, host, server.getsockname()[1]))
             elif store is not None:
                 self._await(lambda: store.check(["driver"]), lambda: "stage 0", look)
-                there, port = json.loads(store.get("driver"))
-                meeting = str(there), int(port)
+                meeting = _driver(self._secret, store.get("driver"))
             for tag in (MEET, CONTROL) if self.rank else ():
                 self._connect(tag, 0, meeting, look)
             self._await(lambda: wanted <= set(self._links), lambda: self._missing(wanted), look)
@@ -240,21 +241,18 @@ class PipelineGroup(ProcessGroup):
     def _accepting(self, server: socket.socket, wanted: set[tuple[int, int]]) -> Iterator[None]:
         """Accept connections while the block runs. wanted: their channels and ranks."""
 
-        def admit(connection: socket.socket, name: str) -> None:
+        def admit(connection: socket.socket, name: str, purpose: bytes) -> None:
             link = Connection(connection)
-            link.limits = {HELLO: 0}
-            with contextlib.suppress(Broken):
-                tag, rank = link.receive().numbers[:2]
-                link.limits = LIMITS
-                if (tag, rank) in wanted and self._links.setdefault((tag, rank), link) is link:
-                    return
-            link.close()
+            link.limits = LIMITS
+            found = next((key for key in wanted if purpose == PURPOSE % key), None)
+            if found is None or self._links.setdefault(found, link) is not link:
+                link.close()
 
         def run() -> None:
             while not ended.is_set():
                 gate.accept()
 
-        gate, ended = Gate(server, self._secret, admit, messenger()), threading.Event()
+        gate, ended = Gate(server, self._secret, PURPOSE[:6], admit, messenger()), threading.Event()
         server.settimeout(0.1)
         (thread := threading.Thread(target=run, name="flexengine-gate", daemon=True)).start()
         try:
@@ -269,9 +267,8 @@ class PipelineGroup(ProcessGroup):
 
         def connected() -> bool:
             try:
-                link = Connection(connect(address, CONNECT_SECONDS, self._secret))
+                link = Connection(connect(address, CONNECT_SECONDS, PURPOSE % (tag, self.rank), self._secret))
                 link.limits = LIMITS
-                link.send(HELLO, (tag, self.rank))
                 self._links[tag, rank] = link
                 return True
             except WrongSecret:
@@ -349,9 +346,22 @@ class PipelineGroup(ProcessGroup):
             link.close()
 
 
+def _announced(secret: bytes, host: str, port: int) -> str:
+    """Return the driver's address in this start as it stands in the store of torchrun, with a proof of the secret."""
+    place = f"driver {host} {port} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return json.dumps([host, port, hmac.digest(secret, place.encode(), "sha256").hex()])
+
+
+def _driver(secret: bytes, told: bytes) -> tuple[str, int]:
+    """Return the address that was announced. Raise WrongSecret if it was announced with another secret."""
+    host, port, _ = json.loads(told)
+    if not hmac.compare_digest(told, _announced(secret, host, port).encode()):
+        raise WrongSecret("stage 0's address in torchrun's store has the proof of another secret; give all stages one")
+    return host, port
+
+
 def _agent_store() -> PrefixStore | None:
-    """Return the store that torchrun's own process serves. It only names the driver's address: whoever writes to it
-    has yet to prove the secret. None without torchrun."""
+    """Return the store of torchrun's own process, which names the driver's address. None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

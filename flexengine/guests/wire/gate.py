@@ -1,11 +1,12 @@
 """The accepting side of connections: each has a thread of its own, and proves the secret first.
 
 A program without the secret costs a thread for at most PROOF_SECONDS. Beyond MOST_UNPROVED such connections, or
-without free file descriptors, the oldest of them ends, so that processes with the secret still come in.
+without free file descriptors, one drawn by chance ends, so that a process with the secret, which tries again, comes in.
 """
 
 import contextlib
 import errno
+import random
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from flexengine.guests.wire.link import Broken
 from flexengine.guests.wire.secret import prove
 
-MOST_UNPROVED = 64  # connections that have not proved the secret yet
+MOST_UNPROVED = 256  # connections that have not proved the secret yet
 SAY_SECONDS = 10.0  # between two messages about refused connections
 REST_SECONDS = 0.05  # until `accept` is called again after the system had no means for a connection
 SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO, errno.EPERM)
@@ -26,8 +27,9 @@ class Gate:
     Args:
         server: the socket. After its timeout, if it has one, `accept` returns.
         secret: what connections must prove; None at a Unix socket that only this user can reach.
-        admit: called with a connection that has proved the secret, and with its name, in the connection's thread. It
-            then belongs to `admit`.
+        purpose: how the purpose of a connection must begin.
+        admit: called with a connection that has proved the secret, with its name and its purpose, in the connection's
+            thread. It then belongs to `admit`.
         say: gets a line about refused connections at most every SAY_SECONDS.
     """
 
@@ -35,12 +37,13 @@ class Gate:
         self,
         server: socket.socket,
         secret: bytes | None,
-        admit: Callable[[socket.socket, str], None],
+        purpose: bytes,
+        admit: Callable[[socket.socket, str, bytes], None],
         say: Callable[[str], None],
     ) -> None:
-        self.server, self._secret, self._admit, self._say = server, secret, admit, say
+        self.server, self._secret, self._purpose, self._admit, self._say = server, secret, purpose, admit, say
         self._lock = threading.Lock()
-        self._unproved: dict[socket.socket, threading.Thread] = {}  # oldest first
+        self._unproved: dict[socket.socket, threading.Thread] = {}
         self._refused, self._said = 0, -SAY_SECONDS  # connections since the last message, and its time
 
     def accept(self) -> None:
@@ -53,16 +56,15 @@ class Gate:
             if error.errno not in SHORT:
                 raise
             self._refuse("a connection", f"{error.strerror}; raise the limit of open files (ulimit -n)")
-            self._end_oldest()
+            self._end_one()
             time.sleep(REST_SECONDS)
             return
         name = "{} port {}".format(*address) if address else "this machine"
         thread = threading.Thread(target=self._check, args=(connection, name), daemon=True)
+        if len(self._unproved) >= MOST_UNPROVED:
+            self._end_one()
         with self._lock:
             self._unproved[connection] = thread
-            full = len(self._unproved) > MOST_UNPROVED
-        if full:
-            self._end_oldest()
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
@@ -70,12 +72,11 @@ class Gate:
             connection.close()
             self._refuse(name, str(error))
 
-    def _end_oldest(self) -> None:
+    def _end_one(self) -> None:
         with self._lock:
-            connection, thread = next(iter(self._unproved.items()), (None, None))
-            if connection is None or thread is None:
+            if not self._unproved:
                 return
-            del self._unproved[connection]
+            thread = self._unproved.pop(connection := random.choice([*self._unproved]))
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         thread.join(1.0)
@@ -87,10 +88,10 @@ class Gate:
 
     def _check(self, connection: socket.socket, name: str) -> None:
         try:
-            if self._secret is not None:
-                prove(connection, self._secret, accepts=True)
+            secret, purpose = self._secret, self._purpose
+            heard = purpose if secret is None else prove(connection, secret, purpose, accepts=True)
             if not self._forget(connection):
-                raise Broken("newer connections took its place")
+                raise Broken("other connections took its place")
         except Broken as error:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -98,7 +99,7 @@ class Gate:
             self._forget(connection)
             self._refuse(name, str(error))
             return
-        self._admit(connection, name)
+        self._admit(connection, name, heard)
 
     def _refuse(self, name: str, why: str) -> None:
         with self._lock:

@@ -57,11 +57,11 @@ class Connection:
 
     limits: Mapping[int, int] | None = None
 
-    def __init__(self, connection: socket.socket, first_seconds: float = SILENT_SECONDS) -> None:
-        """Take over a connected socket. first_seconds: until the first byte must have come."""
-        self._socket, self._silent, self._may_be_silent = connection, first_seconds, False
+    def __init__(self, connection: socket.socket, first_seconds: float | None = None) -> None:
+        """Take over a connected socket. first_seconds: until the first byte must have come; None: SILENT_SECONDS."""
+        self._socket, self._silent, self._may_be_silent = connection, first_seconds or SILENT_SECONDS, False
         self._ended = threading.Event()
-        self._socket.settimeout(first_seconds)
+        self._socket.settimeout(self._silent)
         if self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
@@ -155,7 +155,8 @@ class Connection:
 
     def readable(self, seconds: float) -> bool:
         """Return whether the other process sends something, or ends, within some seconds."""
-        return bool(select.select([self._socket], [], [], seconds)[0])
+        (poll := select.poll()).register(self._socket, select.POLLIN)  # `select` refuses descriptors from 1024 on
+        return bool(poll.poll(seconds * 1000))
 
     def take_into(self, target: Tensor) -> None:
         """Read the next bytes of the body into a contiguous tensor in RAM. Raise Broken if the body is shorter."""

@@ -1,7 +1,7 @@
 """The secret that processes share, and its proof, which is the first thing that a connection over a network carries.
 
-Both sides draw a nonce, and send the HMAC-SHA256 of both nonces under the secret: first the side that connects, then
-the side that accepts. Every part has a fixed length, so no program without the secret decides how much is stored.
+Both sides draw a nonce, and send the HMAC-SHA256 of a purpose and both nonces: first the side that connects, then the
+side that accepts. Every part has a fixed length, so no program without the secret decides how much is stored.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from flexengine.guests.wire.link import Broken
 SECRET, SECRET_FILE = "FLEXENGINE_SECRET", "FLEXENGINE_SECRET_FILE"  # environment variables
 MIN_SECRET, MAX_SECRET = 16, 4096  # bytes
 PROOF_SECONDS = 5.0  # from the start of a connection, until the secret must be proved
-OPENING = b"flexengine proof"  # before a nonce
+OPENING = b"flexengine proof"  # before a purpose and a nonce
+PURPOSE_BYTES = 16
 NONCE_BYTES = PROOF_BYTES = 32
 REFUSED = bytes(PROOF_BYTES)  # sent in place of a proof
 REMEDY = f"give both processes the same secret: set {SECRET_FILE} to the same file, or {SECRET} to the same text"
@@ -54,7 +55,7 @@ def secret_for(host: str) -> bytes:
 
     Raises:
         NoSecret: there is none for another address.
-        InvalidInput: it is too short, or its file cannot be read or is public.
+        InvalidInput: it is too short, or its file cannot be read, is public or belongs to another user.
     """
     if given := given_secret():
         return os.fsencode(given)
@@ -84,11 +85,15 @@ def _checked(text: str, name: str) -> str:
     return text
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, own: bool = False) -> str:
+    """Return the secret in a file. own: it is in this user's cache; else it may be root's or the group's."""
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o007:
-                raise InvalidInput(f"the secret in {path} is open to all users; run: chmod 600 {path}")
+            state, user = os.fstat(file.fileno()), os.geteuid()
+            if state.st_uid not in (user, user if own else 0):
+                raise InvalidInput(f"the secret in {path} belongs to user {state.st_uid}, not to {user}; take your own")
+            if state.st_mode & (0o077 if own else 0o007):
+                raise InvalidInput(f"the secret in {path} is open to other users; run: chmod 600 {path}")
             return _checked(os.fsdecode(file.read(MAX_SECRET + 1)), str(path))
     except OSError as error:
         raise InvalidInput(
@@ -109,11 +114,11 @@ def _own() -> str:
     except OSError as error:
         why = f"the secret of this user cannot be kept in {path} ({error.strerror or error})"
         raise InvalidInput(f"{why}; set {SECRET} to a text of at least {MIN_SECRET} bytes") from error
-    return _read(path)
+    return _read(path, own=True)
 
 
-def connect(address: tuple[str, int], seconds: float, secret: bytes | None = None) -> socket.socket:
-    """Return a connection to a process that has proved the secret. secret: None for that of the address.
+def connect(address: tuple[str, int], seconds: float, purpose: bytes, secret: bytes | None = None) -> socket.socket:
+    """Return a connection, for a purpose, to a process that has proved the secret. secret: None for the address's.
 
     Raises:
         OSError: nothing listens there.
@@ -124,7 +129,7 @@ def connect(address: tuple[str, int], seconds: float, secret: bytes | None = Non
     while True:
         connection = socket.create_connection(address, seconds)
         try:
-            prove(connection, secret or secret_for(connection.getpeername()[0]), accepts=False)
+            prove(connection, secret or secret_for(connection.getpeername()[0]), purpose, accepts=False)
             return connection
         except EndedEarly:
             connection.close()
@@ -136,9 +141,14 @@ def connect(address: tuple[str, int], seconds: float, secret: bytes | None = Non
             raise
 
 
-def prove(connection: socket.socket, secret: bytes, accepts: bool) -> None:
-    """Prove the secret to the other side of a connection, and check its proof. Raise Broken if the other side does not
-    prove it within PROOF_SECONDS. accepts: whether this side has accepted the connection."""
+def prove(connection: socket.socket, secret: bytes, purpose: bytes, accepts: bool) -> bytes:
+    """Prove the secret to the other side of a connection, and check its proof. Return the connection's purpose, which
+    both proofs contain. Raise Broken if the other side does not prove the secret within PROOF_SECONDS.
+
+    Args:
+        purpose: what the connection is for, at most PURPOSE_BYTES; on the side that accepts, how that must begin.
+        accepts: whether this side has accepted the connection.
+    """
     deadline, nonce = time.monotonic() + PROOF_SECONDS, secrets.token_bytes(NONCE_BYTES)
 
     def read(count: int) -> bytes:
@@ -152,30 +162,24 @@ def prove(connection: socket.socket, secret: bytes, accepts: bool) -> None:
             data += part
         return data
 
-    def hello() -> bytes:
-        opening = read(len(OPENING) + NONCE_BYTES)
-        if not opening.startswith(OPENING):
-            raise Broken("it sends no messages of flexengine")
-        return opening.removeprefix(OPENING)
-
-    def proof(side: bytes, *nonces: bytes) -> bytes:
-        return hmac.digest(secret, b"".join((side, *nonces)), "sha256")
-
     try:
         connection.settimeout(PROOF_SECONDS)
+        if not accepts:
+            connection.sendall(OPENING + (purpose := purpose.ljust(PURPOSE_BYTES)) + nonce)
+        if not (opening := read(len(OPENING) + PURPOSE_BYTES + NONCE_BYTES)).startswith(OPENING):
+            raise Broken("it sends no messages of flexengine")
+        heard, other = opening[len(OPENING) : -NONCE_BYTES], opening[-NONCE_BYTES:]
+        if not heard.startswith(purpose):
+            raise Broken(f"its connection is for {heard!r}, not for {purpose!r}")
+        text = OPENING + heard + (other + nonce if accepts else nonce + other)
+        proofs = [hmac.digest(secret, side + text, "sha256") for side in (b"connects", b"accepts")]
+        connection.sendall(OPENING + heard + nonce if accepts else proofs[0])
+        good = hmac.compare_digest(read(PROOF_BYTES), proofs[not accepts])
         if accepts:
-            other = hello()
-            connection.sendall(OPENING + nonce)
-            if not hmac.compare_digest(read(PROOF_BYTES), proof(b"connects", other, nonce)):
-                connection.sendall(REFUSED)
-                raise WrongSecret(f"it has another secret; {REMEDY}")
-            connection.sendall(proof(b"accepts", other, nonce))
-            return
-        connection.sendall(OPENING + nonce)
-        other = hello()
-        connection.sendall(proof(b"connects", nonce, other))
-        if not hmac.compare_digest(read(PROOF_BYTES), proof(b"accepts", nonce, other)):
+            connection.sendall(proofs[1] if good else REFUSED)
+        if not good:
             raise WrongSecret(f"it has another secret; {REMEDY}")
+        return heard.rstrip()
     except TimeoutError as error:
         raise Broken(f"it did not prove the secret within {PROOF_SECONDS:g} s") from error
     except OSError as error:

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.messages import MessageKind, WorkerTables
 from flexengine.guests.attention_workers.pool import RECORD_BYTES, WorkerPool, records_of
 from flexengine.guests.attention_workers.server import AttentionServer
-from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection
+from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection, Message
 from tests.helpers.listening import listening
 
 RECORDS = 64 * RECORD_BYTES
@@ -134,3 +135,23 @@ def test_too_many_engines_are_refused(worker: Worker, monkeypatch: pytest.Monkey
     with pytest.raises(InvalidInput, match="2 engines use it, the most; end one of them, or start another worker"):
         worker.client(3)
     worker.client(2)  # connects again
+
+
+def test_questions_that_are_being_answered_stay_booked(worker: Worker) -> None:
+    """Also when the engine frees its last memory meanwhile; page tables and sinks do not."""
+    own, other = socket.socketpair()
+    server, computing = AttentionServer(Connection(other), worker.pool, "engine"), threading.Event()
+    worker.pool.thread.submit(computing.wait, 30)
+    server._first[7] = SimpleNamespace(question=SimpleNamespace(shared=None))  # type: ignore[assignment]
+    server._records.book(7, 0)
+    server._records.book(("sinks", 0), 0)
+    Connection(own).send(MessageKind.ADD, (7, 0, 0))
+    server._handle(server.link.receive())
+    server._handle(Message(MessageKind.FREE, (0,) * 5, 0))
+    kept = {*server._records._booked}
+    server._ended.set()
+    computing.set()
+    server._records.drop_all()
+    own.close()
+    server.link.close()
+    assert kept == {7, "added 7"}

@@ -18,7 +18,7 @@ from flexengine.guests.attention_workers.client import Client, PendingAnswer
 from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, WorkerTables, text
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import identity
-from flexengine.guests.attention_workers.workers import RemoteWorker, WorkerTier, connecting
+from flexengine.guests.attention_workers.workers import PURPOSE, RemoteWorker, WorkerTier, connecting
 from flexengine.guests.wire.link import Connection, pack
 from flexengine.guests.wire.secret import connect
 from flexengine.plan.workload import Workload
@@ -196,7 +196,7 @@ def test_no_connection_delays_another(worker: Any) -> None:
     with ExitStack() as stack:
         silent = socket.create_connection((host, int(port)))
         stack.callback(silent.close)
-        deaf = Connection(connect((host, int(port)), 5))
+        deaf = Connection(connect((host, int(port)), 5, PURPOSE))
         stack.callback(deaf.close)
         deaf.send(MessageKind.HELLO, (PROTOCOL, 7), text(identity()))
         width = 1 << 14

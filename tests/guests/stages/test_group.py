@@ -1,5 +1,6 @@
 """The group of processes of a pipeline: values that all exchange, and their connections."""
 
+import json
 import os
 import socket
 import threading
@@ -19,7 +20,7 @@ from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, Fram
 from flexengine.guests.stages.remote import ChannelPort
 from flexengine.guests.wire import link
 from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection
-from flexengine.guests.wire.secret import prove
+from flexengine.guests.wire.secret import WrongSecret, prove
 from tests.helpers.listening import listening
 
 
@@ -115,9 +116,9 @@ def test_strangers_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
         while not stop.wait(0.002):
             with suppress(OSError):
                 held.append(socket.create_connection(("127.0.0.1", port), 1))
-                held[-1].sendall(HEADER.pack(MAGIC | group.HELLO, 0, 0, group.MEET, 1, 0, 0, 0)[: 64 * (len(held) % 2)])
+                held[-1].sendall(HEADER.pack(MAGIC | group.VALUE, 0, 0, group.MEET, 1, 0, 0, 0)[: 64 * (len(held) % 2)])
                 with suppress(Broken, OSError), socket.create_connection(("127.0.0.1", port), 1) as other:
-                    prove(other, b"another secret than that", accepts=False)
+                    prove(other, b"another secret than that", b"stage 0 1", accepts=False)
         ends["tried"] = len(held)
         for each in held:
             each.close()
@@ -143,6 +144,32 @@ def test_a_stage_with_another_secret_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(group, "secret_for", lambda host: next(drawn))
     with pytest.raises(InvalidInput, match=r"the 2 stages did not join at 127.* it has another secret; give both"):
         joined(monkeypatch, 2)
+
+
+def test_the_drivers_address_in_the_store_of_torchrun_has_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage does not connect to an address that a stranger, or a driver of an earlier start, wrote there."""
+    good, secret = ("10.0.0.1", 4000), b"0123456789abcdef"
+    written = group._announced(secret, *good).encode()
+    assert group._driver(secret, written) == good
+    values = written.replace(b"4000", b"4001"), written.replace(b".1", b".2"), json.dumps([*good, None]).encode()
+    for told, own in ((written, secret[::-1]), *((value, secret) for value in values)):
+        with pytest.raises(WrongSecret, match="stage 0's address in torchrun's store has the proof of another"):
+            group._driver(own, told)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(WrongSecret):
+        group._driver(secret, written)
+
+
+def test_a_stage_meets_the_driver_that_the_store_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = dict[str, bytes]()
+    store = SimpleNamespace(
+        set=lambda key, value: values.update({key: value.encode()}),
+        check=lambda keys: set(keys) <= set(values),
+        get=values.get,
+    )
+    monkeypatch.setattr(group, "_agent_store", lambda: store)
+    closed(joined(monkeypatch, 2))
+    assert json.loads(values["driver"])[2]
 
 
 def test_the_driver_listens_where_stages_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from flexengine.guests.wire.link import Broken
 from flexengine.guests.wire.secret import OPENING, EndedEarly, WrongSecret, connect, prove, secret_for
 
 GOOD = b"0123456789abcdef"
+FOR = b"test".ljust(16)
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def proved(pair: tuple[socket.socket, socket.socket], connects: bytes, accepts: 
 
     def run(side: int, own: bytes) -> None:
         try:
-            prove(pair[side], own, accepts=bool(side))
+            prove(pair[side], own, FOR[:4] if side else FOR, accepts=bool(side))
         except Broken as error:
             found[side] = type(error)
 
@@ -57,7 +60,7 @@ def test_what_a_stranger_heard_is_of_no_use(pair: tuple[socket.socket, socket.so
     stranger.settimeout(10)
 
     def echo() -> None:
-        opening = stranger.recv(48)
+        opening = stranger.recv(64)
         stranger.sendall(opening[-32:] if accepts else opening)
         heard.append(stranger.recv(32))
         if not accepts:
@@ -65,16 +68,16 @@ def test_what_a_stranger_heard_is_of_no_use(pair: tuple[socket.socket, socket.so
 
     heard = list[bytes]()
     if accepts:
-        stranger.sendall(OPENING + bytes(32))
+        stranger.sendall(OPENING + FOR + bytes(32))
     (thread := threading.Thread(target=echo)).start()
     with pytest.raises(WrongSecret):
-        prove(other, GOOD, accepts)
+        prove(other, GOOD, FOR, accepts)
     thread.join(30)
     assert (heard == [secret.REFUSED]) == accepts
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 60, OPENING, OPENING + bytes(32), b"\0" * 5000]
+    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 60, OPENING, OPENING + FOR + bytes(32), b"\0" * 5000]
 )
 def test_garbage_that_ends(pair: tuple[socket.socket, socket.socket], sent: bytes) -> None:
     stranger, other = pair
@@ -82,7 +85,7 @@ def test_garbage_that_ends(pair: tuple[socket.socket, socket.socket], sent: byte
     stranger.shutdown(socket.SHUT_WR)
     began = time.monotonic()
     with pytest.raises(Broken, match=r"it has ended|it sends no messages of flexengine"):
-        prove(other, GOOD, accepts=True)
+        prove(other, GOOD, FOR, accepts=True)
     assert time.monotonic() - began < secret.PROOF_SECONDS / 2
 
 
@@ -102,7 +105,7 @@ def test_a_slow_stranger_gets_no_more_time(
     thread.start()
     began = time.monotonic()
     with pytest.raises(Broken, match=r"it did not prove the secret within 0\.3 s"):
-        prove(other, GOOD, accepts=True)
+        prove(other, GOOD, FOR, accepts=True)
     assert time.monotonic() - began < 0.6
     thread.join(30)
 
@@ -115,16 +118,16 @@ def test_a_connection_that_ends_early_is_tried_again() -> None:
             for _ in range(3):
                 server.accept()[0].close()
             with server.accept()[0] as last:
-                prove(last, GOOD, accepts=True)
+                prove(last, GOOD, FOR, accepts=True)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        connect(server.getsockname(), 10, GOOD).close()
+        connect(server.getsockname(), 10, FOR, GOOD).close()
         thread.join(30)
         for _ in range(2):
             threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
         with pytest.raises(EndedEarly):
-            connect(server.getsockname(), 0.05, GOOD)
+            connect(server.getsockname(), 0.05, FOR, GOOD)
 
 
 def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,16 +135,21 @@ def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     own = secret_for("127.0.0.1")
     assert len(own) == 64
     assert [secret_for(host) for host in ("::1", "localhost", "127.1.2.3", "::ffff:127.0.0.1")] == [own] * 4
-    assert os.stat(tmp_path / "cache" / "secret").st_mode & 0o077 == 0
+    kept = tmp_path / "cache" / "secret"
+    assert kept.stat().st_mode & 0o077 == 0
+    kept.chmod(0o640)
+    with pytest.raises(InvalidInput, match="is open to other users; run: chmod 600"):
+        secret_for("127.0.0.1")
+    kept.chmod(0o600)
     for host in ("10.0.0.2", "", "0.0.0.0", "::", "node7"):
         with pytest.raises(InvalidInput, match="but there is no secret; set FLEXENGINE_SECRET_FILE to a file with at"):
             secret_for(host)
     (file := tmp_path / "file").write_bytes(GOOD + b"\n")
     file.chmod(0o644)
     monkeypatch.setenv("FLEXENGINE_SECRET_FILE", str(file))
-    with pytest.raises(InvalidInput, match="is open to all users; run: chmod 600"):
+    with pytest.raises(InvalidInput, match="is open to other users; run: chmod 600"):
         secret_for("10.0.0.2")
-    file.chmod(0o600)
+    file.chmod(0o640)  # its group may read it
     assert secret_for("10.0.0.2") == secret_for("localhost") == GOOD
     monkeypatch.setenv("FLEXENGINE_SECRET", "x" * 20)
     with pytest.raises(InvalidInput, match="are both set; unset one of them"):
@@ -155,3 +163,50 @@ def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FLEXENGINE_SECRET_FILE", str(tmp_path / "none"))
     with pytest.raises(InvalidInput, match=r"none cannot be read .*; set FLEXENGINE_SECRET_FILE to a file that can"):
         secret_for("10.0.0.2")
+
+
+def test_files_of_other_users_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that the environment names may belong to root."""
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
+    secret_for("127.0.0.1")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    state = SimpleNamespace(st_mode=0o100600, st_size=64, st_blksize=4096)
+    monkeypatch.setattr(os, "fstat", lambda _: state)
+    for given, owner, good in ((1, 1000, 1), (1, 0, 1), (1, 1001, 0), (0, 1000, 1), (0, 0, 0), (0, 1001, 0)):
+        state.st_uid = owner
+        monkeypatch.setenv("FLEXENGINE_SECRET_FILE", str(tmp_path / "secret") if given else "")
+        with nullcontext() if good else pytest.raises(InvalidInput, match=f"belongs to user {owner}, not to 1000"):
+            secret_for("127.0.0.1")
+
+
+def test_a_proof_is_for_one_purpose(pair: tuple[socket.socket, socket.socket]) -> None:
+    """A stranger between two processes that changes it gets no proof."""
+    (one, other), (front, back) = pair, socket.socketpair()
+    found = list[Exception]()
+
+    def accept() -> None:
+        try:
+            prove(back, GOOD, b"", accepts=True)
+        except Broken as error:
+            found.append(error)
+
+    def begin() -> None:
+        with suppress(Broken):
+            prove(one, GOOD, b"stage 4 1", accepts=False)
+
+    threads = [threading.Thread(target=run) for run in (accept, begin)]
+    for thread in threads:
+        thread.start()
+    front.sendall(other.recv(64).replace(b"stage 4 1", b"stage 3 1"))
+    other.sendall(front.recv(64).replace(b"stage 3 1", b"stage 4 1"))
+    front.sendall(other.recv(32))
+    assert front.recv(32) == secret.REFUSED
+    other.close()
+    for thread in threads:
+        thread.join(30)
+    assert isinstance(found[0], WrongSecret)
+    front.sendall(OPENING + FOR + bytes(32))
+    with pytest.raises(Broken, match=r"its connection is for b'test +', not for b'attention'"):
+        prove(back, GOOD, b"attention", accepts=True)
+    front.close()
+    back.close()
