@@ -85,19 +85,17 @@ def _bad_word(name: str, word: Any) -> str | tuple[int, ...]:
 
 
 # Arguments of transformers' apply_chat_template, which are no variables of a template.
-_ARGUMENTS = """conversation messages tools chat_template add_generation_prompt continue_final_message tokenize
-    sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask
-    tokenizer_kwargs"""
+_ARGUMENTS = """self conversation conversations messages tools chat_template add_generation_prompt
+    continue_final_message tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict
+    return_assistant_tokens_mask tokenizer_kwargs"""
 
 
 def _template_variables(name: str, value: Any) -> dict[str, Any] | None:
     if not isinstance(value, Mapping):
         refuse(name, value, "an object of variables for the chat template")
     if unknown := [key for key in value if not isinstance(key, str) or key in _ARGUMENTS.split()]:
-        raise InvalidInput(
-            f"{name} has {shown(unknown[0])}, which is no variable of a chat template; remove it, or give"
-            " it as a field of the row"
-        )
+        fault = f"{name} has {shown(unknown[0])}, which is no variable of a chat template"
+        raise InvalidInput(f"{fault}; remove it, or give it as a field of the row")
     variables = {key: each for key, each in value.items() if each is not None}
     try:
         json.dumps(variables)

@@ -122,6 +122,8 @@ def test_equal_parameters_are_one_key() -> None:
         ({"bad_words": ["\ud800"]}, "half a surrogate pair"),
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs is 'x'; it must be an object of variables"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has 'tools', which is no variable"),
+        ({"chat_template_kwargs": {"conversations": []}}, "has 'conversations', which is no variable"),
+        ({"chat_template_kwargs": {"self": 1}}, "has 'self', which is no variable"),
         ({"chat_template_kwargs": {"a": {1}}}, "chat_template_kwargs has a value that JSON cannot hold"),
     ],
 )

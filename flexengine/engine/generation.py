@@ -7,6 +7,7 @@ number of rows.
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from flexengine.engine.summary import Progress, SweepReports
 from flexengine.engine.survey import Arranged, Arrangement
 from flexengine.errors import InvalidInput
 from flexengine.job.rows import Request
-from flexengine.model.tokenizer import Stops, resolved
+from flexengine.model.tokenizer import Stops, bad_word_ids, resolved
 from flexengine.runtime.execute import shortage
 from flexengine.runtime.lane import forget_variables
 from flexengine.schedule.batches import Batch
@@ -109,6 +110,7 @@ class Generation:
         self.arrangement, self.reports, self.step_by_step = arrangement, reports, step_by_step
         self._sequences: dict[int, RowSequence] = {}  # by id: those that are not finished
         self._rows: dict[int, OpenRow] = {}  # by row index
+        self._words: tuple[Any, Any] = ((), ())  # bad words of the last row with some, and their tokens
         self._ids = count()
         self._begun: list[Begun | None] = [None for _ in resources.sweeps.cohorts]
         self._ended = 0.0  # time at which a sweep ended last
@@ -169,7 +171,10 @@ class Generation:
 
     def _enter(self, arranged: Arranged) -> None:
         request, sampling = arranged.request, arranged.request.sampling
-        edited = resolved(sampling, self.tokenizer, self.eos)
+        if sampling.bad_words not in ((), self._words[0]):
+            self._words = sampling.bad_words, bad_word_ids(sampling, self.tokenizer)
+        edited = replace(sampling, bad_words=self._words[1]) if sampling.bad_words else sampling
+        edited = resolved(edited, self.tokenizer, self.eos)
         row = self._rows[request.index] = OpenRow(request, [])
         parts = [(target.prompt_ids, target.continuation) for target in request.targets]
         parts = parts or [(request.prompt_ids, ())] * sampling.n

@@ -9,6 +9,7 @@ A row to score has one of
 as text or token ids. Other rows generate.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -98,7 +99,8 @@ class _Reading:
         """
         if isinstance(text, str):
             check_text("text", text)
-            encode = partial(token_ids, self.tokenizer, text, special=False)
+            bounded = None if self.tokenizer is None else BoundedTokenizer(self.tokenizer, sys.maxsize)  # any length
+            encode = partial(token_ids, bounded, text, special=False)
             ids = tokenized("text", self.tokenizer, encode, "token ids")
         else:
             ids = checked_ids("text", text, self.vocabulary)
@@ -166,10 +168,8 @@ def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
     """
     if _is_one(continuation):
         if not (_is_one(context) or context == []):
-            raise InvalidInput(
-                f"context is {shown(context)} beside one continuation; it must be text or token ids, or"
-                " continuation must be a list, too"
-            )
+            fault = f"context is {shown(context)} beside one continuation"
+            raise InvalidInput(f"{fault}; it must be text or token ids, or continuation must be a list, too")
         return [_row(0, context, continuation)], True
     if not isinstance(continuation, Sequence):
         raise InvalidInput(f"continuation is {shown(continuation)}; it must be text or token ids, or a list of these")
@@ -177,10 +177,8 @@ def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
     if not isinstance(contexts, Sequence):
         raise InvalidInput(f"context is {shown(context)}; it must be text or token ids, or a list of these")
     if len(contexts) != len(continuation):
-        raise InvalidInput(
-            f"context has {len(contexts)} entries, but continuation has {len(continuation)}; give one"
-            " context for each continuation, or one for all"
-        )
+        fault = f"context has {len(contexts)} entries, but continuation has {len(continuation)}"
+        raise InvalidInput(f"{fault}; give one context for each continuation, or one for all")
     return [_row(i, *pair) for i, pair in enumerate(zip(contexts, continuation, strict=True))], False
 
 
@@ -194,8 +192,6 @@ def _row(index: int, context: Any, continuation: Any) -> Row:
         if not isinstance(value, Sequence) or isinstance(value, bytes):
             raise InvalidInput(f"a {name} is {shown(value)}; it must be text or a list of token ids")
     if isinstance(context, str) != isinstance(continuation, str):
-        raise InvalidInput(
-            f"context is {shown(context)} and continuation is {shown(continuation)}; give both as text,"
-            " or both as token ids"
-        )
+        fault = f"context is {shown(context)} and continuation is {shown(continuation)}"
+        raise InvalidInput(f"{fault}; give both as text, or both as token ids")
     return Row(index, 0, {"context": context, "continuation": continuation}, scored=True)

@@ -206,6 +206,7 @@ class PromptReader:
         self.tokenizer, self.context = tokenizer, skeleton.context_length or _ENDLESS
         self.now: datetime | None = None
         self.shares, self.vocabulary = shares, skeleton.head[1][0]
+        self._checked: Any = None  # texts of the last row that were looked up: most jobs have the same for all rows
         self._unused = set[str]()  # variables of chat templates that were reported as unused
         self.unscored = skeleton.head_module.step.fault  # why this model cannot score; None if it can
 
@@ -213,20 +214,16 @@ class PromptReader:
         """Raise InvalidInput if sampling parameters of a whole job cannot be used with this model, as every row would
         be refused."""
         if unknown := next((token for token in params.stop_token_ids if token >= self.vocabulary), None):
-            raise InvalidInput(
-                f"stop_token_ids holds {unknown}, but the model has {self.vocabulary:,} tokens; give ids from 0 to"
-                f" {self.vocabulary - 1}"
-            )
+            fault = f"stop_token_ids holds {unknown}, but the model has {self.vocabulary:,} tokens"
+            raise InvalidInput(f"{fault}; give ids from 0 to {self.vocabulary - 1}")
         check_edits(params, self.tokenizer, self.vocabulary)
 
     def check_chat(self, chat: bool) -> None:
         """Raise InvalidInput if prompts are to be run as a user's messages and this model has no chat template for
         them, as every prompt would be refused. chat: whether they are."""
         if chat and (reason := chat_fault(self.tokenizer)) is not None:
-            raise InvalidInput(
-                f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it out, or take"
-                " an instruction-tuned model"
-            )
+            fault = f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}"
+            raise InvalidInput(f"{fault}; leave it out, or take an instruction-tuned model")
 
     def requests(self, prompts: Iterable[Any], params: Params) -> Iterator[Request | Row]:
         """Yield a request per prompt, in order, or a row with an error if the prompt cannot be run. Parameters of a row
@@ -243,7 +240,10 @@ class PromptReader:
             item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary)
             try:
                 if isinstance(item, Request):
-                    check_edits(item.sampling, self.tokenizer, self.vocabulary)
+                    edits = item.sampling.stop, item.sampling.bad_words, item.sampling.logit_bias
+                    if edits != self._checked:
+                        check_edits(item.sampling, self.tokenizer, self.vocabulary)
+                        self._checked = edits
                     self._report_unused(item.sampling.chat_template_kwargs or {})
                 yield item
             except InvalidInput as error:

@@ -14,14 +14,14 @@ def check_known(ids: Iterable[int], tokenizer: Any, vocabulary: int | None) -> N
         return
     with library_faults(f"token {token} is beyond the model's vocabulary, and has no name"):
         name = tokenizer.convert_ids_to_tokens(token)
-    raise InvalidInput(
-        f"the text has the token {shown(name)} with the id {token}, which is beyond the model's vocabulary: its token"
-        f" ids lie in [0, {vocabulary}); remove it from the text, or from the chat template that writes it"
-    )
+    beyond = f"is beyond the model's vocabulary: its token ids lie in [0, {vocabulary})"
+    remedy = "remove it from the text, or from the chat template that writes it"
+    raise InvalidInput(f"the text has the token {shown(name)} with the id {token}, which {beyond}; {remedy}")
 
 
-PIECE = 1 << 16  # characters
-_ALWAYS = 4  # characters per token of the context; text up to this length is tokenized at once
+MOST_CHARACTERS = 1 << 23  # of a text; tokenizing more would take over 2.5 GB
+PIECE_CHARACTERS = 1 << 16
+_CHARACTERS_PER_TOKEN = 4  # text of up to so many per token of the context is tokenized at once
 _CUT_TOKENS = 256  # tokens that a piece may have more than the text has there, as it is cut from it
 
 
@@ -46,12 +46,13 @@ class BoundedTokenizer:
         return len(self._tokenizer)
 
     def __call__(self, text: str, **options: Any) -> Any:
-        """Return the encoded text. Raise InvalidInput if it has more tokens than the context."""
-        if len(text) > max(PIECE, _ALWAYS * self._context) and self._exceeds(text):
-            raise InvalidInput(
-                f"text of {len(text):,} characters has more tokens than the model's context of {self._context:,};"
-                " shorten it"
-            )
+        """Return the encoded text. Raise InvalidInput if it has more tokens than the context, or is too long."""
+        if len(text) > max(PIECE_CHARACTERS, _CHARACTERS_PER_TOKEN * self._context) and self._exceeds(text):
+            fault = f"text of {len(text):,} characters has more tokens than the model's context of {self._context:,}"
+            raise InvalidInput(f"{fault}; shorten it")
+        if len(text) > MOST_CHARACTERS:
+            fault = f"text of {len(text):,} characters is more than the {MOST_CHARACTERS:,} that are tokenized at once"
+            raise InvalidInput(f"{fault}; cut it into several rows")
         return self._tokenizer(text, **options)
 
     def _exceeds(self, text: str) -> bool:
@@ -59,8 +60,8 @@ class BoundedTokenizer:
         added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
         stripping = any((each.lstrip or each.rstrip) and each.content in text for each in added)
         tokens = 0
-        for start in range(0, len(text), PIECE):
-            piece = text[start : start + PIECE]
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
             piece = re.sub(r"\s+", " ", piece) if stripping else piece
             ids = self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
             tokens += max(0, len(ids) - _CUT_TOKENS)

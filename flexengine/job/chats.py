@@ -40,10 +40,8 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     elif content is None and calls:
         fields.pop("content", None)
     elif not isinstance(content, str):
-        raise InvalidInput(
-            f"{place}.content is {shown(content)}; it must be a string or an array of text parts"
-            + (", or be null beside tool_calls" if content is None else "")
-        )
+        allowed = "a string or an array of text parts" + (", or be null beside tool_calls" if content is None else "")
+        raise InvalidInput(f"{place}.content is {shown(content)}; it must be {allowed}")
     return fields
 
 
@@ -132,12 +130,10 @@ def chat_token_ids(
         Any error of the template.
     """
     given = {"add_generation_prompt": True, **options}
-    text = chat_text(tokenizer, messages, tools, now, **given)
-    if tools and text == chat_text(tokenizer, messages, None, now, **given):
-        raise InvalidInput(
-            "tools are given, but the model's chat template does not use them; remove them, or take a"
-            " model whose template does"
-        )
+    text = chat_text(tokenizer, messages, tools, now, given)
+    if tools and text == chat_text(tokenizer, messages, None, now, given):
+        fault = "tools are given, but the model's chat template does not use them"
+        raise InvalidInput(f"{fault}; remove them, or take a model whose template does")
     if has_template(tokenizer):
         return tokenizer(text, add_special_tokens=False, verbose=False)
     return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **given)

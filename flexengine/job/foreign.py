@@ -44,52 +44,62 @@ _NEUTRAL = {
     " generation_config extra_body",
 }
 _NEUTRALS = {name: json.loads(value) for value, names in _NEUTRAL.items() for name in names.split()}
-_TEMPLATE = "enable_thinking thinking reasoning reasoning_effort thinking_budget verbosity chat_template documents"
-TEMPLATE = frozenset(_TEMPLATE.split(" "))
+_OF_CHATS = ("documents", "functions", "images", "reasoning", "thinking", "verbosity", "videos")  # else data
+_TEMPLATE = {"enable_thinking", "reasoning_effort", "thinking_budget", "chat_template", *_OF_CHATS} - _NEUTRALS.keys()
 _NAMES_HERE = {name: ours for ours, names in _RENAMED.items() for name in names.split()}
 # Kinds of values of fields whose names are likely in data; other values are data.
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("reasoning", "json_schema"), (dict,)),
     **dict.fromkeys(("documents", "functions", "images", "videos", "stop_words"), (list,)),
+    **dict.fromkeys(("grammar", "regex", "suffix"), (str,)),
+    **dict.fromkeys(("stream", "echo"), (bool,)),
     "thinking": (bool, dict),
 }
-FOREIGN = frozenset({"do_sample", "best_of", *_NAMES_HERE, *_NEUTRALS, *TEMPLATE})  # all of these fields
+FOREIGN = frozenset({"do_sample", "best_of", *_NAMES_HERE, *_NEUTRALS, *_TEMPLATE})  # all of these fields
 _SCHEMAS = ("guided_json", "json_schema", "structured_outputs")  # {} is a schema
 _AS_DATA = "or rename the field if it holds data"
 
 
-def check_foreign(request: Mapping[str, Any], sampling: SamplingParams) -> None:
-    """Raise InvalidInput if a row has a field of another program that would be ignored. sampling: the row's own."""
+def check_foreign(request: Mapping[str, Any], sampling: SamplingParams, chat: bool, holds_data: bool) -> None:
+    """Raise InvalidInput if a row has a field of another program that would be ignored. sampling: the row's own. chat:
+    whether the prompt goes through a chat template. holds_data: whether fields may be data; a batch line's may not."""
     for name, value in request.items():
         if name not in FOREIGN:
             continue
         value = value.tolist() if hasattr(value, "tolist") else value  # numpy compares each element
-        is_data = not isinstance(value, _KINDS.get(name, object)) or request.get(_NAMES_HERE.get(name, "")) is not None
-        if not is_data and asks(name, value, sampling.n, sampling.temperature):
-            raise InvalidInput(f"{name} is {shown(value)}; {remedy(name)}")
+        if not (holds_data and _is_data(name, value, request, chat)) and _asks(name, value, sampling):
+            advice = remedy(name) if holds_data else remedy(name).removesuffix(f", {_AS_DATA}")
+            raise InvalidInput(f"{name} is {shown(value)}; {advice}")
 
 
-def asks(name: str, value: Any, n: Any, temperature: Any) -> bool:
-    """Return whether a field of FOREIGN, with this value, asks for something that is not done anyway. n, temperature:
-    those of the row."""
+def _is_data(name: str, value: Any, request: Mapping[str, Any], chat: bool) -> bool:
+    """Return whether a field of FOREIGN is data: beside the field that it stands for, or by its kind."""
+    kinds = _KINDS.get(name, (object,))
+    named = bool in kinds and isinstance(value, str) and value.lower() in ("true", "false")  # a cell of a CSV file
+    renamed = request.get(_NAMES_HERE.get(name, "")) is not None
+    return renamed or (name in _OF_CHATS and not chat) or not (named or isinstance(value, kinds))
+
+
+def _asks(name: str, value: Any, sampling: SamplingParams) -> bool:
+    """Return whether a field of FOREIGN, with this value, asks for something that is not done anyway."""
     if value is None or value in ("", []) or (value == {} and name not in _SCHEMAS):
         return False
     if name == "do_sample":
-        return not _equal(value, temperature != 0)
-    if name == "best_of":
-        return not _equal(value, n)
-    ours = _NAMES_HERE.get(name)
-    default = _NEUTRALS.get(name) if ours is None else getattr(SamplingParams, ours, None)
-    if ours == "logprobs":
-        default = 0
-    return ours in ("max_tokens", "stop_token_ids") or not _equal(value, default)
+        return not _equal(value, sampling.temperature != 0)
+    ours = "n" if name == "best_of" else _NAMES_HERE.get(name)
+    if ours is None:
+        return not _equal(value, _NEUTRALS.get(name))
+    if ours == "seed" and sampling.temperature == 0:  # greedy: any seed gives the same text
+        return False
+    done = getattr(sampling, ours)
+    return ours in ("max_tokens", "stop_token_ids") or not _equal(value, done or 0 if ours == "logprobs" else done)
 
 
 def remedy(name: str) -> str:
     """Return what to do about a field of FOREIGN."""
     if name in _NAMES_HERE:
-        return f"the field is named {_NAMES_HERE[name]} here: rename it"
-    if name in TEMPLATE:
+        return f"the field is named {_NAMES_HERE[name]} here: rename it (beside {_NAMES_HERE[name]} it is data)"
+    if name in _TEMPLATE:
         known = f'{{"{name}": ...}}' if name != "chat_template" else "the model's own template"
         return f"a chat template gets variables by chat_template_kwargs: move it there ({known}), {_AS_DATA}"
     if name == "do_sample":
@@ -121,7 +131,7 @@ def own_sampling(request: Mapping[str, Any], defaults: SamplingParams) -> Sampli
         own[VARIABLES] = {**defaults.chat_template_kwargs, **variables}
     if own.get("add_generation_prompt") is True and own.get("continue_final_message") is True:
         raise InvalidInput("add_generation_prompt and continue_final_message are both true; leave one out")
-    return replace(defaults, **own)
+    return replace(defaults, **own) if own else defaults
 
 
 def whole(value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput, json_kind, shown
 from flexengine.job.chats import TOOLS, check_format, messages_of, tools_of, with_parsed_arguments
-from flexengine.job.foreign import FOREIGN, OVERRIDES, TEMPLATE, asks
+from flexengine.job.foreign import FOREIGN, OVERRIDES
 from flexengine.job.rows import Row
 
 COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
@@ -47,8 +47,8 @@ def kind_of(url: Any) -> str | None:
 
 
 def request_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch line's request, with the field names of a plain row. SamplingParams checks the values of sampling
-    fields later. Raise InvalidInput if the line is no valid batch line; the message names the field."""
+    """Return a batch line's request, with the field names of a plain row. `encode` checks the values of its fields.
+    Raise InvalidInput if the line is no valid batch line; the message names the field."""
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
     kind = kind_of(url)
     if not isinstance(custom_id, str) or not custom_id:
@@ -66,20 +66,12 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     remaining = {name: value for name, value in body.items() if value is not None}
     request = _chat(remaining) if kind == CHAT else _completion(remaining)
     request |= _max_tokens(remaining)
-    request |= {name: remaining.pop(name) for name in _SAME if name in remaining}
+    request |= {name: remaining.pop(name) for name in [*remaining] if name in _SAME or name in FOREIGN}
     check_format(remaining)
-    given = request.get("n", 1), request.get("temperature", 0)
-    if refused := sorted(name for name, value in remaining.items() if _is_refused(name, value, *given)):
-        template = [name for name in refused if name in TEMPLATE]
-        moved = f", or move {template} into chat_template_kwargs" if template else ""
-        raise InvalidInput(f"body has {refused}, which {url} does not support here; remove them{moved}")
+    known = {**dict.fromkeys(_WITHOUT_EFFECT, ...), **_ONLY}
+    if refused := sorted(name for name, value in remaining.items() if known.get(name) not in (..., value)):
+        raise InvalidInput(f"body has {refused}, which {url} does not support here; remove them")
     return request
-
-
-def _is_refused(name: str, value: Any, n: Any, temperature: Any) -> bool:
-    if name in FOREIGN:
-        return asks(name, value, n, temperature)
-    return name not in _WITHOUT_EFFECT and (name not in _ONLY or value != _ONLY[name])
 
 
 def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:

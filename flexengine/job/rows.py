@@ -160,24 +160,28 @@ def encode(
     try:
         check_format(request)
         sampling = own_sampling(request, defaults)
-        if not row.is_batch:
-            check_foreign(request, sampling)
+        check_foreign(request, sampling, _is_chat(request, row.chat), not row.is_batch)
         known = len(tokenizer) if vocab_size is None and tokenizer else vocab_size
         ids = _prompt_ids(request, tokenizer, known, row.chat, sampling.template_options, now or datetime.now())
         if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
             raise InvalidInput(f"stop_token_ids holds {foreign[0]}; token ids lie in [0, {vocab_size})")
         total = len(ids) + sampling.max_tokens
         if total > context_length:
-            raise InvalidInput(
-                f"prompt of {len(ids)} tokens + max_tokens {sampling.max_tokens} = {total} tokens,"
-                f" more than the model's context of {context_length}, which its config.json states"
-                " (max_position_embeddings, rope_scaling); shorten the prompt or lower max_tokens"
-            )
+            limit = f"context of {context_length}, which its config.json states (max_position_embeddings, rope_scaling)"
+            size = f"prompt of {len(ids)} tokens + max_tokens {sampling.max_tokens} = {total} tokens"
+            raise InvalidInput(f"{size}, more than the model's {limit}; shorten the prompt or lower max_tokens")
         check_known(ids, tokenizer, vocab_size)
     except InvalidInput as error:
         return row.refused(str(error))
     own_seed = request.get("seed") is not None
     return Request(row.index, ids, sampling, row.line, prompt=row.prompt, own_seed=own_seed)
+
+
+def _is_chat(request: Mapping[str, Any], as_message: bool) -> bool:
+    """Return whether a request's prompt goes through a chat template. as_message: text does, as a user's message."""
+    prompt = request.get("prompt")
+    listed = isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
+    return listed or request.get("messages") is not None or (as_message and isinstance(prompt, str))
 
 
 def _prompt_ids(
@@ -196,25 +200,19 @@ def _prompt_ids(
     """
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
-        fields = (
-            f" (its fields are {shown(list(request))}; --prompt-column, or prompt_column of run_job, names another)"
-        )
-        raise InvalidInput(
-            f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed"
-            f"{'' if present else fields}"
-        )
+        others = "--prompt-column, or prompt_column of run_job, names another"
+        fields = "" if present else f" (its fields are {shown(list(request))}; {others})"
+        given = f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}"
+        raise InvalidInput(f"{given}; exactly one is needed{fields}")
     kind, prompt = present[0], request[present[0]]
-    if kind == "prompt" and as_message and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+    if _is_chat(request, as_message):
+        asked = [{"role": "user", "content": prompt}] if kind == "prompt" and isinstance(prompt, str) else prompt
+        return _chat_ids(kind, asked, request, tokenizer, options, now)
     listed = isinstance(prompt, list | tuple) and bool(prompt)
-    if kind == "messages" or (kind == "prompt" and listed and all(isinstance(each, Mapping) for each in prompt)):
-        return _chat_ids(kind, prompt, request, tokenizer, options, now)
     for name, default in CHAT_ONLY.items():
         if request.get(name) not in (None, default, {}):
-            raise InvalidInput(
-                f"{name} needs messages, as it is for a chat template; {kind} has none: send messages, or"
-                " give --chat (chat=True in Python)"
-            )
+            fault = f"{name} needs messages, as it is for a chat template; {kind} has none"
+            raise InvalidInput(f"{fault}: send messages, or give --chat (chat=True in Python)")
     if request.get(TOOLS) and json_kind(request[TOOLS]) == "an array":
         raise InvalidInput(f"tools needs messages, as a chat template writes them; {kind} has none: send messages")
     if kind == "prompt_token_ids" or (listed and all(type(whole(each)) is int for each in prompt)):

@@ -14,7 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from datetime import datetime
+from io import BytesIO
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 from flexengine.errors import FlexError
@@ -42,7 +45,7 @@ class _TimeExceeded(BaseException):
 
 
 def chat_text(
-    tokenizer: Any, messages: Any, tools: list[Any] | None = None, now: datetime | None = None, **variables: Any
+    tokenizer: Any, messages: Any, tools: Any = None, now: datetime | None = None, variables: Mapping[str, Any] = {}
 ) -> str:
     """Return a conversation as the tokenizer's chat template writes it.
 
@@ -77,6 +80,9 @@ class _Renderer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._answered = False  # whether the process has answered
+        self._errors: IO[bytes] = BytesIO()  # what it writes to stderr
+        self._fault: str | None = None  # why it cannot start; it is not started for each row again
         self._endless = set[str]()  # templates that exceed the time for a short message, too
 
     def text(self, template: str, arguments: dict[str, Any], now: datetime) -> str:
@@ -97,8 +103,11 @@ class _Renderer:
         """Return the kind of the reply, and its text."""
         data = pickle.dumps((arguments, now), pickle.HIGHEST_PROTOCOL)
         with self._lock:
+            if self._fault is not None:
+                return _ERROR, self._fault
             if self._process is None or self._process.poll() is not None:
-                self._process = _started()
+                self._errors, self._answered = TemporaryFile(), False  # noqa: SIM115 - while the process runs
+                self._process = _started(self._errors)
             process = self._process
             source, target = process.stdout, process.stdin
             assert source is not None
@@ -108,15 +117,21 @@ class _Renderer:
                 target.flush()
                 if len(header := source.read(_REPLY.size)) == _REPLY.size:
                     kind, size = _REPLY.unpack(header)
-                    return kind, source.read(size).decode("utf-8", "surrogatepass")
+                    if len(reply := source.read(size)) == size:  # else the process ended while it wrote
+                        self._answered = True
+                        return kind, reply.decode("utf-8", "surrogatepass")
             except BrokenPipeError:
                 pass
             except BaseException:  # such as Ctrl-C: the reply would be taken for that of the next conversation
                 self._end()
                 raise
             code = self._end()
-        kind = {-signal.SIGXCPU: _TIME, -signal.SIGKILL: _MEMORY}.get(code, _ERROR)
-        return kind, f"TemplateFault: the process that renders chat templates ended with exit status {code}"
+            self._errors.seek(0)
+            line = self._errors.read()[-_MAX_ERROR:].decode("utf-8", "replace").strip().rpartition("\n")[2]
+            fault = f"TemplateFault: the process that renders chat templates ended with exit status {code}: {line}"
+            if code > 0 and not self._answered:
+                self._fault = fault
+        return {-signal.SIGXCPU: _TIME, -signal.SIGKILL: _MEMORY}.get(code, _ERROR), fault
 
     def _end(self) -> int:
         process, self._process = self._process, None
@@ -125,11 +140,17 @@ class _Renderer:
         return process.wait()
 
     def forget(self) -> None:
-        """Leave the process to the parent, in a child that was forked."""
+        """Leave the process to the parent, in a child that was forked: it ends when the parent has."""
+        if self._process is not None:
+            null = os.open(os.devnull, os.O_RDWR)
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None and not pipe.closed:
+                    os.dup2(null, pipe.fileno(), inheritable=False)  # to close it might write what the parent writes
+            os.close(null)
         self._process, self._lock = None, threading.Lock()
 
 
-def _started() -> "subprocess.Popen[bytes]":
+def _started(errors: IO[bytes]) -> "subprocess.Popen[bytes]":
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "TRANSFORMERS_VERBOSITY": "error"}
     # A session of its own gets no Ctrl-C. Not the current directory but sys.path is searched for modules.
     return subprocess.Popen(
@@ -137,7 +158,7 @@ def _started() -> "subprocess.Popen[bytes]":
         env=os.environ | environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=errors,
         start_new_session=True,
     )
 

@@ -155,10 +155,8 @@ _BROKEN = "\ufffd"  # decoders write it for bytes that are no complete character
 def check_stops(sampling: SamplingParams, tokenizer: Any) -> None:
     """Raise InvalidInput if there are stop strings but no tokenizer to decode text."""
     if sampling.stop and tokenizer is None:
-        raise InvalidInput(
-            f"stop is {list(sampling.stop)!r:.80}, but the checkpoint has no tokenizer, so there is no text to search;"
-            " use stop_token_ids"
-        )
+        fault = f"stop is {list(sampling.stop)!r:.80}, but the checkpoint has no tokenizer"
+        raise InvalidInput(f"{fault}, so there is no text to search; use stop_token_ids")
 
 
 def named_tokens(sampling: SamplingParams, tokenizer: Any) -> set[int]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from flexengine.config import SamplingParams
 from flexengine.engine.scoring import encode_scored
 from flexengine.errors import InvalidInput
-from flexengine.job.bounds import PIECE, BoundedTokenizer
+from flexengine.job.bounds import MOST_CHARACTERS, PIECE_CHARACTERS, BoundedTokenizer
 from flexengine.job.chats import chat_fault
 from flexengine.job.rows import Request, Row, encode
 from flexengine.model.tokenizer import token_ids
@@ -63,7 +63,7 @@ FITTING = {
 def test_long_text_that_fits_is_tokenized(name: str) -> None:
     maker, text = FITTING[name]
     tokenizer, ids = maker(), maker()(text)["input_ids"]
-    assert len(text) > PIECE * 0.9
+    assert len(text) > PIECE_CHARACTERS * 0.9
     assert 0 < len(ids) < CONTEXT
     assert BoundedTokenizer(tokenizer, CONTEXT)(text)["input_ids"] == ids
 
@@ -71,7 +71,7 @@ def test_long_text_that_fits_is_tokenized(name: str) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_text_is_refused_that_fits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The context is just as long as random text, which is counted in many pieces."""
-    for name, value in (("PIECE", 2000), ("_ALWAYS", 0), ("_CUT_TOKENS", 128)):
+    for name, value in (("PIECE_CHARACTERS", 2000), ("_CHARACTERS_PER_TOKEN", 0), ("_CUT_TOKENS", 128)):
         monkeypatch.setattr(f"flexengine.job.bounds.{name}", value)
     rng = random.Random(seed)
     maker = rng.choice([long_tokens, word_pieces, stripping])
@@ -106,7 +106,28 @@ def test_text_far_beyond_the_context_is_refused_after_its_first_pieces(maker: An
     assert isinstance(row, Row)
     assert f"text of 20,000,000 characters has more tokens than the model's context of {CONTEXT:,}" in str(row.error)
     assert len(read) <= most
-    assert max(map(len, read)) == PIECE
+    assert max(map(len, read)) == PIECE_CHARACTERS
+
+
+@pytest.mark.parametrize(("fields", "context"), [
+    ({"text": "a"}, 100), ({"prompt": "a"}, 1 << 40), ({"context": "a", "continuation": "a"}, 1 << 40),
+    ({"prompt": " "}, 100),
+], ids=str)  # fmt: skip
+def test_text_beyond_what_is_tokenized_at_once(
+    fields: dict[str, Any], context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that may be longer than the context, of models without a limit, and of white space that is dropped."""
+    assert 300 * MOST_CHARACTERS < 2.6e9
+    monkeypatch.setattr("flexengine.job.bounds.MOST_CHARACTERS", 1 << 17)
+    tokenizer = word_pieces()
+    tokenizer.eos_token = "a"
+    fields = {name: value * 140_000 for name, value in fields.items()}
+    row = Row(0, 1, fields, scored="prompt" not in fields)
+    found = (encode_scored if row.is_scored else encode)(row, tokenizer, context, PARAMS, 3)
+    assert isinstance(found, Row)
+    assert "0,000 characters is more than the 131,072 that are tokenized at once; cut it into several" in str(
+        found.error
+    )
 
 
 # Tokens that the model does not have. <note> is the id 259, and the model has 259 tokens.

@@ -148,6 +148,42 @@ def test_fields_of_other_programs_at_their_defaults_are_data() -> None:
     assert run({"prompt": "a", "do_sample": True, "temperature": 1}).sampling.temperature == 1
 
 
+LIKELY_DATA = {
+    "documents": ["x"], "functions": [{"name": "f"}], "images": ["a.png"], "videos": ["a.mp4"], "verbosity": "high",
+    "thinking": True, "reasoning": {"steps": 2}, "stream": "sports", "echo": 5, "regex": 5, "grammar": 4,
+    "suffix": ["b"], "random_seed": 5,
+}  # fmt: skip
+
+
+def test_fields_that_are_likely_data_are_data() -> None:
+    for prompt in ({"prompt": "a"}, {"prompt": [1, 2]}, {"prompt_token_ids": [1]}):
+        assert run({**prompt, **LIKELY_DATA}).sampling == DEFAULTS
+    for name in ("documents", "functions", "images", "videos", "verbosity", "thinking", "reasoning"):
+        for prompt in ({"messages": ASKED}, {"prompt": ASKED}):
+            assert f"{name} is " in error_of({**prompt, name: LIKELY_DATA[name]})
+        as_message = encode(
+            Row(0, 1, {"prompt": "a", name: LIKELY_DATA[name]}, chat=True), make_tokenizer(), 64, DEFAULTS
+        )
+        assert f"{name} is " in str(getattr(as_message, "error", None))
+    assert "random_seed is 5; the field is named seed here" in error_of(
+        {"prompt": "a", "random_seed": 5, "temperature": 1}
+    )
+
+
+def test_fields_of_other_programs_are_compared_with_the_parameters_of_the_job() -> None:
+    job = SamplingParams(max_tokens=4, temperature=0.7, repetition_penalty=1.2, seed=3, n=2, logprobs=1)
+    for name, same, other in (
+        ("do_sample", True, False), ("repeat_penalty", 1.2, 1.0), ("sampling_seed", 3, 0), ("n_probs", 1, 0),
+        ("num_return_sequences", 2, 1), ("best_of", 2, 1),
+    ):  # fmt: skip
+        for custom_id in (None, "r-1"):  # of a plain row, and of the body of a batch line
+            rows = [Row(0, 1, {"prompt": "a", name: value}, custom_id=custom_id) for value in (same, other)]
+            accepted, refused = (encode(row, make_tokenizer(), 64, job) for row in rows)
+            assert isinstance(accepted, Request)
+            assert isinstance(refused, Row)
+            assert f"line 1: {name} is " in str(refused.error)
+
+
 @pytest.mark.parametrize(
     ("fields", "remedy"),
     [
@@ -159,15 +195,17 @@ def test_fields_of_other_programs_at_their_defaults_are_data() -> None:
         ({"num_beams": 4}, "only 1 is possible"), ({"echo": True}, "only false is possible"),
         ({"echo": "True"}, "only false"),
         ({"guided_json": {}}, "it is not supported"), ({"allowed_token_ids": [4]}, "it is not supported"),
-        ({"functions": [{"name": "f"}]}, "it is not supported"), ({"no_repeat_ngram_size": 3}, "only 0 is possible"),
+        ({"messages": ASKED, "functions": [{"name": "f"}]}, "it is not supported"),
+        ({"no_repeat_ngram_size": 3}, "only 0 is possible"),
         ({"enable_thinking": False}, 'by chat_template_kwargs: move it there ({"enable_thinking": ...})'),
-        ({"reasoning_effort": "low"}, "move it there"), ({"thinking": {"type": "disabled"}}, "move it there"),
-        ({"suffix": np.array(["x"])}, "it is not supported"),
+        ({"reasoning_effort": "low"}, "move it there"),
+        ({"messages": ASKED, "thinking": {"type": "disabled"}}, "move it there"),
+        ({"suffix": "x"}, "it is not supported"), ({"stop_words": np.array(["x"])}, "named stop here"),
     ],
 )  # fmt: skip
 def test_fields_of_other_programs_are_never_ignored(fields: dict[str, Any], remedy: str) -> None:
-    error = error_of({"prompt": "a", **fields})
-    assert f"{next(iter(fields))} is " in error
+    error = error_of(fields if "messages" in fields else {"prompt": "a", **fields})
+    assert f"{[*fields][-1]} is " in error
     assert remedy in error
 
 

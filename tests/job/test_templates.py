@@ -1,5 +1,6 @@
 """Chat templates in their own process: the text is that of transformers, and limits end one row only."""
 
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -48,9 +49,20 @@ def test_the_text_is_that_of_transformers(template: Any, given: dict[str, Any]) 
         expected = tokenizer.apply_chat_template(CHAT, tokenize=False, **given)
     except ValueError:
         with pytest.raises(TemplateFault, match="continue_final_message"):
-            chat_text(tokenizer, CHAT, **given)
+            chat_text(tokenizer, CHAT, variables=given)
         return
-    assert chat_text(tokenizer, CHAT, **given) == expected
+    variables = {name: value for name, value in given.items() if name != "tools"}
+    assert chat_text(tokenizer, CHAT, given.get("tools"), variables=variables) == expected
+
+
+def test_any_name_may_be_a_variable() -> None:
+    """Also the names of parameters of functions here."""
+    names = ("now", "tokenizer", "variables", "template", "args", "library", "template_kwargs", "cls")
+    tokenizer = tokenizer_of("{{ [" + ", ".join(names) + "] | join(' ') }}")
+    variables = {"chat_template_kwargs": {name: name for name in names}}
+    row = encode(Row(0, 1, {"messages": CHAT, **variables}), tokenizer, 100, SamplingParams(max_tokens=1))
+    assert isinstance(row, Request), row.error
+    assert chat_text(tokenizer, CHAT, variables=variables["chat_template_kwargs"]) == " ".join(names)
 
 
 def test_token_ids_are_those_of_transformers() -> None:
@@ -146,3 +158,38 @@ def test_a_forked_process_has_its_own() -> None:
     assert chat_text(tokenizer_of("{{ 'a' }}"), CHAT) == "a"
     templates._RENDERER.forget()  # called in a child
     assert chat_text(tokenizer_of("{{ 'b' }}"), CHAT) == "b"
+
+
+def test_a_forked_process_does_not_keep_the_one_of_its_parent() -> None:
+    """It ends when no process has the other end of its input."""
+    assert chat_text(tokenizer_of("{{ 'a' }}"), CHAT) == "a"
+    process = templates._RENDERER._process
+    assert process is not None
+    templates._RENDERER.forget()  # called in a child
+    assert process.wait(10) == 0
+
+
+def renderer_of(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> templates._Renderer:
+    """Return a renderer whose process is a shell script."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return templates._Renderer()
+
+
+def test_a_reply_that_was_cut_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header says 100 bytes, 5 follow."""
+    script = "head -c 16 > /dev/null; printf 't\\144\\0\\0\\0\\0\\0\\0\\0short'; exit 3"
+    renderer = renderer_of(script, tmp_path, monkeypatch)
+    with pytest.raises(TemplateFault, match="ended with exit status 3"):
+        renderer.text("a", {}, datetime.now())
+
+
+def test_a_process_that_cannot_start_is_started_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"echo x >> {tmp_path}/starts; echo Traceback >&2; echo 'ImportError: no jinja2' >&2; exit 1"
+    renderer = renderer_of(script, tmp_path, monkeypatch)
+    for _ in range(3):
+        with pytest.raises(TemplateFault, match="ended with exit status 1: ImportError: no jinja2"):
+            renderer.text("a", {}, datetime.now())
+    assert (tmp_path / "starts").read_text() == "x\n"

@@ -70,7 +70,7 @@ class Encoding:
         if self.apply_chat_template:
             messages = messages or [{"role": "user", "content": text}]
             with library_faults("the chat template refuses the request"):
-                text = chat_text(self.tokenizer, messages, now=self._began, add_generation_prompt=True)
+                text = chat_text(self.tokenizer, messages, None, self._began, {"add_generation_prompt": True})
         with library_faults("the request cannot be tokenised"):
             ids = [int(i) for i in self.tokenizer(text, verbose=False)["input_ids"]]
         if not ids:

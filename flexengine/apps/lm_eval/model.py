@@ -275,7 +275,7 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         given: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self._thinking}
         given["continue_final_message"] = not add_generation_prompt
         try:
-            return chat_text(self.tokenizer, chat_history, now=self._began, **given)
+            return chat_text(self.tokenizer, chat_history, None, self._began, given)
         except TemplateFault as error:
             rest = [turn for turn in chat_history if turn["role"] != "system"]
             if len(rest) == len(chat_history):

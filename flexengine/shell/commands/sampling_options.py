@@ -4,6 +4,7 @@ import argparse
 from dataclasses import fields
 
 from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, shown
 from flexengine.shell.commands.options import OptionTable
 
 SAMPLING = {f.name: f.default for f in fields(SamplingParams)}  # names and defaults of the sampling options
@@ -47,5 +48,9 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters in the arguments. Raise InvalidInput if a value is not allowed."""
     given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
     if args.no_thinking:
-        given["chat_template_kwargs"] = {"enable_thinking": False, **(args.chat_template_kwargs or {})}
+        variables = args.chat_template_kwargs or {}
+        if (thinking := variables.get("enable_thinking")) not in (None, False):
+            fault = f"--no-thinking contradicts enable_thinking {shown(thinking)} of --chat-template-kwargs"
+            raise InvalidInput(f"{fault}; remove one")
+        given["chat_template_kwargs"] = {**variables, "enable_thinking": False}
     return SamplingParams(**given)

@@ -227,6 +227,12 @@ def test_options_for_sampling_and_templates() -> None:
         min_tokens=3, continue_final_message=True,
     )  # fmt: skip
     assert sampling_of(run_parser().parse_args(["in.csv"])) == SamplingParams()
+    words = ["in.csv", "--no-thinking", "--chat-template-kwargs"]
+    for value in ("false", "null"):
+        agreeing = sampling_of(run_parser().parse_args([*words, f'{{"enable_thinking": {value}}}']))
+        assert agreeing.chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(InvalidInput, match="contradicts enable_thinking true of --chat-template-kwargs; remove"):
+        sampling_of(run_parser().parse_args([*words, '{"enable_thinking": true}']))
 
 
 @pytest.mark.parametrize("text", ["{", "5"])
@@ -252,7 +258,7 @@ def test_batch_lines_without_max_tokens_are_counted(tmp_path: Path) -> None:
         return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", **more}}
 
     lines = [line("a"), line("b", max_tokens=None), line("c", max_tokens=5), line("d", max_completion_tokens=5),
-             line("e", echo=True), {"prompt": "a"}]  # fmt: skip
+             line("e", web_search_options={}), {"prompt": "a"}]  # fmt: skip
     rows = InputRows(written(tmp_path, "\n".join(map(json.dumps, lines)).encode()))
     assert rows.scan().unlimited == 2
     said = list[str]()
