@@ -68,6 +68,12 @@ def _repeated(count: int, size: int) -> dict[str, Any]:
     return {"prompt": pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), pa.array(["x" * size]))}
 
 
+def _fixed() -> dict[str, Any]:
+    """Values of one size, of which pyarrow reserves memory for 1024 at once."""
+    value = pa.array([b"\0" * 2**21], pa.binary(2**21))
+    return {"prompt": ["a"] * 512, "x": value.take(np.zeros(512, np.int32))}
+
+
 def _one_list(count: int, kind: Any = np.int32) -> dict[str, Any]:
     return {"prompt_token_ids": pa.ListArray.from_arrays([0, count], pa.array(np.full(count, 7, kind)))}
 
@@ -147,6 +153,7 @@ FILES = (
     Hostile("zeros.txt", 1, _data((b"\0", 60 * MB))),
     Hostile("lines.csv", 2, _data(b'prompt\n"', (b"a, b\n", 12 * MB), b'"\ngood\n')),
     Hostile("stray.csv", 2, _data(b'prompt\n"', (b"\n", 200 * MB), b"good\n")),
+    Hostile("open.csv", 20_001, _data(b'prompt,x\n"x\n', (b'a","c\n', 20_000))),
     Hostile("commas.csv", 2, _data(b"prompt\n", (b"ab,", 20 * MB), b"\ngood\n")),
     Hostile("quotes.csv", 2, _data(b'prompt\n"', (b'""', 30 * MB), b'"\ngood\n')),
     Hostile("header.csv", None, _data((b"ab,", 20 * MB), b"\ngood\n")),
@@ -169,6 +176,7 @@ FILES = (
             **_ZSTD,
         ),
     ),
+    Hostile("fixed.parquet", 512, _parquet(_fixed, store_schema=False, **_ZSTD)),
     Hostile("wide.parquet", 50, _parquet(lambda: _columns(20_000))),
     Hostile("dictionary.arrow", 200, _arrow(lambda: _repeated(200, 40 * MB), "zstd")),
     Hostile("batch.arrow", 4, _arrow(lambda: {"prompt": ["x" * (200 * MB)] * 4}, "zstd")),

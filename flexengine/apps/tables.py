@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.errors import InvalidInput
+from flexengine.job.arrow_rows import TableRow
 from flexengine.job.files import explained, whole_file
 from flexengine.job.inputs import InputFile
-from flexengine.job.read_tables import DELIMITERS, TableRow, arrow_table, csv_table, other_separator
+from flexengine.job.read_tables import DELIMITERS, arrow_table, csv_table, other_separator
 from flexengine.job.results import encode_fields
 
 _FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}

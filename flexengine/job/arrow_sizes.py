@@ -8,8 +8,6 @@ import numpy as np
 from flexengine.job.read_json import MAX_LINE_BYTES, MAX_VALUES
 
 VALUE_BYTES = MAX_LINE_BYTES // MAX_VALUES  # that a value counts beside its text
-READ_BYTES = 2**27  # of rows that are read at a time, if they are several
-MOST_READ_BYTES = 2**29  # of what must be read at a time
 PART_BYTES = 4 * 2**20  # of rows that are converted at a time
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault
+from flexengine.job.arrow_rows import record_of, records_of
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import FOREIGN, OVERRIDES, VARIABLES
-from flexengine.job.read_tables import record_of, records_of
 from flexengine.job.results import finite
 from flexengine.job.rows import PROMPT_KINDS, Row
 

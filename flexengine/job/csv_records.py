@@ -10,7 +10,8 @@ from flexengine.job.read_json import BOM, MAX_VALUES, skip_blank, too_long, too_
 
 CsvRecord = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
 _LINE_END = b"\r\n"
-_BLANK = b" \r\n"  # not a tab, which separates the cells of TSV files
+_LINE_COST = 256  # bytes that take as long to read again as a line does
+_LATE_BYTES = 2**16  # of a quoted cell in text that was read again too often
 
 
 def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[CsvRecord]:
@@ -49,6 +50,8 @@ class _Record:
     def __init__(self, file: BinaryIO, most: int) -> None:
         self._file, self._most = cast(io.BufferedReader, file), most
         self._again = _reader(b"")  # lines of a broken record after its first, to be read again
+        self._reread = 0  # bytes of lines that were read again more than once, and _LINE_COST for each
+        self._is_again = False  # whether this record begins in `_again`
         self.line, self.raw = 1, bytearray()
 
     def begin(self) -> bool:
@@ -57,13 +60,15 @@ class _Record:
         while True:
             self.line += self.raw.count(b"\n")
             self.raw = bytearray()
+            self._is_again = bool(self._again.peek())
+            self._reread *= self._is_again
             if not self._more():
                 return False
             if first:
                 self.raw, first = self.raw.removeprefix(BOM), False
-            if self._is_too_long() or self.raw.strip(_BLANK):
+            if self._is_too_long() or self.raw.strip(_LINE_END):
                 return True
-            self.line += skip_blank(self._again if self._again.peek() else self._file, _BLANK)
+            self.line += skip_blank(self._again if self._again.peek() else self._file, _LINE_END)
 
     def cells(self, delimiter: str) -> list[str]:
         """Return the cells, reading more lines while a quoted cell is open.
@@ -92,8 +97,12 @@ class _Record:
     def give_back(self) -> None:
         """Keep the first line alone. The others are read again."""
         if end := self.raw.find(b"\n") + 1:
-            if len(self.raw) > end:
-                self._again = _reader(bytes(self.raw[end:]) + self._again.read())
+            if rest := len(self.raw) - end:
+                self._reread += self._is_again * (rest + _LINE_COST * self.raw.count(b"\n"))
+                if self._again.peek():  # the record lies in it
+                    self._again.seek(-rest, io.SEEK_CUR)
+                else:
+                    self._again = _reader(bytes(self.raw[end:]))
                 del self.raw[end:]
             return
         while (piece := self._file.readline(2**20)) and not piece.endswith(b"\n"):
@@ -110,9 +119,16 @@ class _Record:
                 if not self._more(quoted=True):
                     raise InvalidInput("invalid CSV: a quoted cell has no end")
                 self._check_size()
+                if len(self.raw) > self._most_quoted():
+                    raise InvalidInput("invalid CSV: a quoted cell has no end here; too many quotes before have none")
             if not self.raw.startswith(b'"', end + 1):
                 return self.raw[at + 1 : end].replace(b'""', b'"'), end + 1
             end += 1
+
+    def _most_quoted(self) -> int:
+        """Return the bytes of a record with a quoted cell over several lines. Text is not read again without end."""
+        often = self._reread // (4 * self._most)
+        return self._most + len(_LINE_END) if not often else _LATE_BYTES if often == 1 else 0
 
     def _plain(self, at: int, delimiter: bytes) -> tuple[bytearray, int]:
         end = self.raw.find(delimiter, at)

@@ -2,36 +2,29 @@
 (.arrow, .feather version 2), with pyarrow, which is optional.
 """
 
-import base64
-import datetime
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import repeat
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import Any, BinaryIO, NamedTuple, cast, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, json_fault, meant, shown
 from flexengine.job import read_json
-from flexengine.job.arrow_messages import messages
-from flexengine.job.arrow_sizes import MOST_READ_BYTES, parts
+from flexengine.job.arrow_rows import TableRow, first_line
 from flexengine.job.csv_records import csv_records
 from flexengine.job.inputs import InputFile, ReadRows
-from flexengine.job.parquet_pages import BATCH_ROWS, batch_rows
-from flexengine.job.read_json import plain_request, utf8_fault
+from flexengine.job.read_json import plain_request
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
+from flexengine.job.table_process import table_rows
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
 _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
-_UNREAD = f"its row group or batch takes over {MOST_READ_BYTES:,} bytes to be read; write the file with smaller ones"
-_TOO_LARGE = f"{read_json.too_long(read_json.MAX_LINE_BYTES)}, or has over {read_json.MAX_VALUES:,} values"
 
 
 def _kinds(hint: Any) -> frozenset[Any]:
@@ -40,14 +33,6 @@ def _kinds(hint: Any) -> frozenset[Any]:
 
 
 SAMPLING_TYPES = {name: _kinds(hint) for name, hint in get_type_hints(SamplingParams).items()}
-
-
-class TableRow(NamedTuple):
-    """One row of a table."""
-
-    line: int  # line on which the row starts, from 1
-    fields: dict[str, Any]  # cells by column, converted to values that JSON can hold
-    fault: str | None = None  # why the row cannot be used; None if it can
 
 
 def check_columns(source: InputFile, columns: list[str], wanted: tuple[str, ...]) -> None:
@@ -193,162 +178,21 @@ def arrow_table(source: InputFile, texts: Container[str] | None) -> tuple[list[s
         InvalidInput: the file cannot be opened.
     """
     name, form = source.name, source.form
+    if find_spec("pyarrow") is None:
+        raise InvalidInput(f'input {name}: reading .{form} files needs pyarrow; pip install "flexengine[parquet]"')
+    found = table_rows(source.file, form, texts)
     try:
-        schema, batches = _open(source.file, form)
-        names = list(schema.names)  # which may not be UTF-8
-    except ImportError as error:
-        raise InvalidInput(
-            f'input {name}: reading .{form} files needs pyarrow; pip install "flexengine[parquet]"'
-        ) from error
-    except Exception as error:  # pyarrow raises errors of its own, and others unchanged
-        raise InvalidInput(f"input {name} cannot be read as .{form}: {_first_line(error)}") from error
-    return names, _records(batches, name, texts)
+        names = next(found)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"input {name} cannot be read as .{form}: {first_line(error)}") from error
+    return names, _records(found, name)
 
 
-def _records(batches: Iterator[Any], name: Path, texts: Container[str] | None) -> Iterator[TableRow]:
+def _records(found: Iterator[TableRow], name: Path) -> Iterator[TableRow]:
     line = 0
     try:
-        for batch in batches:
-            for cells in _cells(batch):
-                line += 1
-                yield TableRow(line, {}, cells) if isinstance(cells, str) else record_of(line, cells, texts)
-    except Exception as error:  # pyarrow raises errors of its own, and others unchanged
-        raise InvalidInput(f"input {name} is damaged after row {line}: {_first_line(error)}") from error
-
-
-def _cells(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """Yield the cells of each row of a batch, or why the row is not read. batch: the number of its rows if it cannot be
-    read within the memory."""
-    if isinstance(batch, int):
-        yield from repeat(_UNREAD, batch)
-        return
-    for first in range(0, batch.num_rows, BATCH_ROWS):
-        for part, size in parts(batch.slice(first, BATCH_ROWS)):
-            yield from [_TOO_LARGE] if size > read_json.MAX_LINE_BYTES else records_of(part)
-
-
-def _open(path: Path, form: str) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of a file. Instead of a batch that takes too much memory, the iterator
-    has the number of its rows."""
-    import pyarrow as pa
-
-    if form == "parquet":
-        import pyarrow.parquet as pq
-
-        table: Any = cast(Any, pq).ParquetFile(path, buffer_size=2**20, pre_buffer=False)
-        return table.schema_arrow, _parquet_batches(path, table)
-    source = pa.memory_map(str(path))
-    try:
-        file = pa.ipc.open_file(source)
-    except pa.ArrowInvalid:  # the datasets library writes .arrow files in the IPC stream format
-        source.seek(0)
-        file = pa.ipc.open_stream(source)
-    return file.schema, _arrow_batches(path, file, source)
-
-
-def _parquet_batches(path: Path, table: Any) -> Iterator[Any]:
-    for number, (total, rows) in enumerate(batch_rows(path, table.schema)):
-        if rows:
-            yield from table.iter_batches(rows, [number], use_threads=False)
-        else:
-            yield total
-
-
-def _arrow_batches(path: Path, file: Any, source: Any) -> Iterator[Any]:
-    known = list(messages(path))
-    if sum(message.size for message in known if message.is_dictionary) > MOST_READ_BYTES // 2:
-        raise ValueError(f"its dictionaries take over {MOST_READ_BYTES // 2:,} bytes; write it without dictionaries")
-    for number, message in enumerate(message for message in known if not message.is_dictionary):
-        if message.size > MOST_READ_BYTES:
-            source.seek(message.end)
-            yield message.rows
-            continue
-        batch = file.get_batch(number) if hasattr(file, "get_batch") else file.read_next_batch()
-        for column in batch.columns:  # offsets beyond a buffer would end the process
-            try:
-                column.validate(full=True)
-            except ValueError as error:
-                if "UTF8" not in str(error):  # text that is not UTF-8 costs its row alone
-                    raise
-        yield batch
-
-
-def records_of(batch: Any) -> Iterator[dict[str, Any]]:
-    """Return rows as Python values. A cell that cannot be converted is the exception instead."""
-    batch = _with_text_times(batch)
-    try:
-        return iter(batch.to_pylist())
-    except Exception:  # text that is not UTF-8, a time beyond Python's range, an unknown time zone
-        columns = list(zip(batch.schema.names, batch.columns, strict=True))
-        return ({name: _cell(column[i]) for name, column in columns} for i in range(batch.num_rows))
-
-
-def _with_text_times(batch: Any) -> Any:
-    """Return the batch with times of day in nanoseconds, which Python's do not have, as text."""
-    for number, column in enumerate(batch.columns):
-        if "time64[ns]" in str(column.type):
-            with suppress(Exception):  # in a type that is not converted, such as a union
-                batch = batch.set_column(number, batch.schema.names[number], column.cast(_with_texts(column.type)))
-    return batch
-
-
-def _with_texts(kind: Any) -> Any:
-    """Return the type with text for times of day in nanoseconds."""
-    import pyarrow as pa
-
-    if kind == pa.time64("ns"):
-        return pa.string()
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_with_texts(field.type)) for field in kind])
-    return pa.list_(_with_texts(kind.value_type)) if pa.types.is_list(kind) else kind
-
-
-def _cell(scalar: Any) -> Any:
-    import pyarrow as pa
-
-    try:
-        return scalar.as_py()
-    except Exception as error:
-        with suppress(Exception):  # in a time zone that is not known here
-            return scalar.cast(pa.timestamp(scalar.type.unit, "UTC")).as_py()
-        with suppress(Exception):
-            return str(scalar.cast("string").as_py())  # nanosecond times, which Python cannot represent
-        return error
-
-
-def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) -> TableRow:
-    """Return the record of a row's cells. It has a fault if a cell is an exception, or if bytes in one of the columns
-    `texts` are not UTF-8.
-
-    Args:
-        texts: columns in which bytes are text. None reads bytes of every column as text if they are UTF-8.
-    """
-    fault = next((f"column {n}: {_first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
-    for name, value in cells.items():
-        if isinstance(value, bytes) and (texts is None or name in texts):
-            wrong = utf8_fault(value)
-            fault = fault or (wrong if texts is not None else None)
-            cells[name] = value if wrong else value.decode("utf-8")
-    return TableRow(line, {name: _plain(v) for name, v in cells.items() if not isinstance(v, Exception)}, fault)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold. Infinity and NaN become None, dates and times ISO 8601 text, bytes base64, and
-    other types (decimals, durations, UUIDs) text."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(v) for key, v in value.items()}
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode("ascii")
-    if isinstance(value, (datetime.date, datetime.time)):  # a datetime is a date
-        return value.isoformat()
-    return str(value)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+        for row in found:
+            line = row.line
+            yield row
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"input {name} is damaged after row {line}: {first_line(error)}") from error

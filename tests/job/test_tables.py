@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.errors import InvalidInput
-from flexengine.job import arrow_messages, arrow_sizes, parquet_pages, read_json, read_tables
+from flexengine.job import arrow_sizes, read_json, table_process
 from flexengine.job.inputs import InputFile, InputRows
 from flexengine.job.read_tables import arrow_table
 from flexengine.job.rows import Request, encode
+from flexengine.job.table_process import replies
 from tests.helpers.inputs import DEFAULTS, arrow_file, make_tokenizer, written
 from tests.helpers.strategies import flipped
 
@@ -136,16 +137,32 @@ def test_parquet_files_with_flipped_bits(tmp_path):
     pa = pytest.importorskip("pyarrow")
     whole = arrow_file(tmp_path / "t.parquet", pa.table({"prompt": ["hello"] * 50, "n": [1] * 50})).read_bytes()
 
-    @given(data=flipped(whole))
-    @settings(max_examples=200)
+    path = tmp_path / "f.parquet"
+
     def rows_or_an_error(data):
         try:
-            rows = list(InputRows(written(tmp_path, data, "f.parquet")))
+            rows = list(InputRows(written(tmp_path, data, path.name)))
         except InvalidInput:
             return
         assert [r.index for r in rows] == list(range(len(rows)))
 
-    rows_or_an_error()
+    @given(data=flipped(whole))
+    @settings(max_examples=200)
+    def here(data):
+        """Without another process, whose start takes longer."""
+        try:
+            parts = [value for kind, value in here_replies(written(tmp_path, data, path.name)) if kind == "rows"]
+        except Exception:  # pyarrow raises errors of its own
+            return
+        assert [row.line for part in parts for row in part] == list(range(1, 1 + sum(map(len, parts))))
+
+    here()
+    given(data=flipped(whole))(settings(max_examples=8)(rows_or_an_error))()
+
+
+def here_replies(path):
+    """Return what the other process sends of a file."""
+    return replies(str(path), path.suffix[1:], None, 0, 0, 256, 1)
 
 
 def test_bytes_are_text_where_text_is_read(tmp_path):
@@ -210,85 +227,158 @@ def test_a_row_above_the_limit_is_one_error_row(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
     monkeypatch.setattr(arrow_sizes, "PART_BYTES", 500)
     table = pa.table({"prompt": ["a", "b" * 990, "c", "d", "e"], "x": [[1], [], [1] * 40, [1] * 20, []]})
-    rows = list(InputRows(arrow_file(tmp_path / f"t{suffix}", table)))
-    assert [row.error is None for row in rows] == [True, False, False, True, True]
-    assert rows[1].error.startswith("line 2: is longer than ")
+    sent = here_replies(arrow_file(tmp_path / f"t{suffix}", table))
+    rows = [row for kind, value in sent if kind == "rows" for row in value]
+    assert [row.fault is None for row in rows] == [True, False, False, True, True]
+    assert rows[1].fault.startswith("is longer than ")
     assert [row.fields.get("prompt") for row in rows] == ["a", None, None, "d", "e"]
 
 
-def sizes_of(path, number=0):
-    parquet = pytest.importorskip("pyarrow.parquet").ParquetFile(path)
-    with open(path, "rb") as file:
-        (group,) = parquet_pages._row_groups(file)
-        depth = parquet.schema.column(number).max_repetition_level
-        return parquet_pages._chunk(file.fileno(), group[1][number][3], depth)
+def repeated_text(pa, count, size):
+    return pa.table(
+        {"prompt": pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["x" * size]))}
+    )
 
 
-@pytest.mark.parametrize("packing", ["none", "snappy", "zstd", "gzip", "lz4", "brotli"])
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_sizes_of_rows_are_found_in_the_pages(tmp_path, monkeypatch, packing, version):
+def test_rows_that_take_gigabytes_if_read_at_once_are_read_one_by_one(tmp_path):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(parquet_pages, "READ_BYTES", 0)  # look at every page
-    rng = random.Random(f"{packing} {version}")
-    for number in range(8):
-        top = rng.choice((1, 3, 300, 5000))
-        lists = [[rng.randrange(rng.choice((1, 50_000)))] * rng.randrange(top) for _ in range(rng.randrange(1, 300))]
-        nested = [[part[:2], part] for part in lists]
-        texts = [["x" * rng.randrange(100)] * rng.randrange(4) for _ in lists]
-        pq.write_table(
-            pa.table({"flat": lists, "deep": nested, "texts": texts}),
-            tmp_path / "t.parquet",
-            compression=packing,
-            use_dictionary=number % 2 == 0,
-            data_page_size=rng.choice((100, 10_000)),
-            data_page_version=version,
-        )
-        assert sizes_of(tmp_path / "t.parquet").values == max(1, *map(len, lists), 1)
-        # An empty list takes a place in the levels.
-        assert sizes_of(tmp_path / "t.parquet", 1).values == max(max(1, len(a)) + max(1, len(b)) for a, b in nested)
-        found = sizes_of(tmp_path / "t.parquet", 2)
-        longest = max((len(text) for row in texts for text in row), default=0)
-        assert found.cell == (longest if number % 2 == 0 else 0)
-        assert found.values == max(1, *map(len, texts), 1)
-        assert found.row >= (0 if number % 2 == 0 else max(sum(map(len, row)) for row in texts))
+    path = tmp_path / "t.parquet"
+    pq.write_table(repeated_text(pa, 40, 20 * 2**20), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    assert {len(row.fields["prompt"]) for row in InputRows(path)} == {20 * 2**20}
+    fixed = pa.array([b"\0" * 2**21], pa.binary(2**21))
+    table = pa.table({"prompt": ["a"] * 512, "x": pa.DictionaryArray.from_arrays([0] * 512, fixed)})
+    pq.write_table(table.set_column(1, "x", table["x"].cast(fixed.type)), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 5000
+    rows = list(InputRows(path))  # pyarrow reserves 1024 values, even to read one
+    assert [row.index for row in rows if "takes over 536,870,912 bytes" in row.error] == list(range(512))
 
 
-def test_few_rows_are_read_at_a_time_and_a_group_that_is_too_large_is_error_rows(tmp_path, monkeypatch):
+def test_a_group_or_batch_that_is_too_large_is_error_rows(tmp_path, monkeypatch):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    texts = ["a", *["x" * 10_000] * 300, *["b"] * 301]
-    pq.write_table(pa.table({"prompt": texts}), tmp_path / "t.parquet", row_group_size=301)
-    file = pq.ParquetFile(tmp_path / "t.parquet")
-    for most, rows in ((2**28, 256), (10_100 * 10, 8), (15_000, 1), (5000, 0)):
-        monkeypatch.setattr(parquet_pages, "READ_BYTES", most)
-        monkeypatch.setattr(parquet_pages, "MOST_READ_BYTES", 2 * most)
-        assert list(parquet_pages.batch_rows(tmp_path / "t.parquet", file.schema)) == [(301, rows), (301, 256)]
-        read = list(InputRows(tmp_path / "t.parquet"))
-        assert [row.fields.get("prompt") for row in read] == (texts if rows else [None] * 301 + ["b"] * 301)
-    assert "its row group or batch takes over" in read[0].error
+    texts = ["a", "b", "x" * 2**29 + "yz", *["c"] * 3]
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "t.parquet", row_group_size=3, compression="zstd")
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    table = pa.table({"prompt": texts, "n": pa.array(["k"] * 6)})
+    for new in (pa.ipc.new_file, pa.ipc.new_stream):
+        with new(str(tmp_path / f"{new.__name__}.arrow"), table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=3)
+    for name in ("t.parquet", "new_file.arrow", "new_stream.arrow"):
+        rows = list(InputRows(tmp_path / name))
+        assert [row.fields.get("prompt") for row in rows] == [None] * 3 + ["c"] * 3
+        assert [row.line for row in rows] == [1, 2, 3, 4, 5, 6]
+        assert rows[0].error.startswith("line 1: its row group or batch takes over 536,870,912 bytes of memory")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_reading_continues_at_the_first_row_that_was_not_sent(tmp_path, monkeypatch, suffix):
+    """The process is aborted after its first rows: fewer are read at a time."""
+    pa = pytest.importorskip("pyarrow")
+    path, sizes = arrow_file(tmp_path / f"t{suffix}", pa.table({"prompt": list(map(str, range(900)))})), []
+    program = (
+        "import os, sys\nfrom flexengine.job import table_process as p\nplain = p.replies\n"
+        "def replies(path, form, texts, first, done, size, line):\n"
+        "    for reply in plain(path, form, texts, first, done, size, line):\n"
+        "        yield reply\n"
+        "        if reply[0] == 'rows' and size == 256: os.abort()\n"
+        "p.replies = replies\np._serve(*sys.argv[1:])"
+    )
+    plain = table_process._started
+
+    def started(path, form, request):
+        sizes.append(request[1:4])
+        with monkeypatch.context() as patch:
+            patch.setattr(table_process, "__name__", "flexengine.job.table_process")
+            popen = table_process.subprocess.Popen
+            patch.setattr(table_process.subprocess, "Popen", lambda a, **o: popen([*a[:2], "-c", program, *a[4:]], **o))
+            return plain(path, form, request)
+
+    monkeypatch.setattr(table_process, "_started", started)
+    rows = list(InputRows(path))
+    assert [row.index for row in rows] == list(range(900))
+    assert [row.fields["prompt"] for row in rows] == list(map(str, range(900)))
+    assert sizes[1:] == [(0, 0, 256), (0, 256, 16)]
+
+
+def arrow_bytes(tmp_path, new, packing, count=3):
+    """Return the bytes of an Arrow file of batches of 300 rows, and where its messages of rows end."""
+    pa = pytest.importorskip("pyarrow")
+    texts = [f"{i * 7919 % 9973}" for i in range(300 * count)]
+    path, ends = tmp_path / "whole.arrow", []
+    table, options = pa.table({"prompt": texts}), pa.ipc.IpcWriteOptions(compression=packing)
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema, options=options) as writer:
+        for batch in table.to_batches(max_chunksize=300):
+            writer.write_batch(batch)
+            ends.append(sink.tell())
+    return path.read_bytes(), ends
+
+
+@pytest.mark.parametrize("packing", [None, "zstd"])
+def test_a_damaged_arrow_file_is_refused_not_shortened(tmp_path, packing):
+    pa = pytest.importorskip("pyarrow")
+    data, ends = arrow_bytes(tmp_path, pa.ipc.new_stream, packing)
+    with pytest.raises(InvalidInput, match="is damaged after row 600"):
+        list(InputRows(written(tmp_path, data[: ends[2] - 50], "cut.arrow")))
+    for new in (pa.ipc.new_file, pa.ipc.new_stream):
+        data, ends = arrow_bytes(tmp_path, new, packing)
+        for damage in (b"\xff\xff\xff\xff\xff\xff\xff\x7f", b"\xff\xff\xff\xff\x10\0\0\0" + b"\xff" * 60):
+            broken = data[: ends[0]] + damage + data[ends[0] + len(damage) :]
+            with pytest.raises(InvalidInput, match="is damaged after row 300"):
+                list(InputRows(written(tmp_path, broken, "damaged.arrow")))
 
 
 @pytest.mark.parametrize("new", ["new_file", "new_stream"])
-@pytest.mark.parametrize("packing", ["zstd", "lz4", None])
-def test_sizes_of_arrow_batches_are_known_before_they_are_read(tmp_path, monkeypatch, new, packing):
+def test_a_message_of_negative_size_is_damage(tmp_path, new):
     pa = pytest.importorskip("pyarrow")
-    texts = ["a"] * 50 + ["x" * 1000] * 50 + ["b"] * 20
-    table = pa.table({"prompt": texts, "kind": pa.array(texts).dictionary_encode(), "n": [[1, 2]] * 120})
-    options = pa.ipc.IpcWriteOptions(compression=packing)
-    with getattr(pa.ipc, new)(str(tmp_path / "t.arrow"), table.schema, options=options) as writer:
-        writer.write_table(table, max_chunksize=50)
-    found = list(arrow_messages.messages(tmp_path / "t.arrow"))
-    assert [message.rows for message in found if not message.is_dictionary] == [50, 50, 20]
-    assert [message.rows for message in found if message.is_dictionary] == [3]
-    if packing is None:
-        assert {message.size for message in found} == {0}
-        return
-    assert found[2].size > 50_000 > found[1].size
-    monkeypatch.setattr(read_tables, "MOST_READ_BYTES", 20_000)
-    rows = list(InputRows(tmp_path / "t.arrow"))
-    assert [row.fields.get("prompt") for row in rows] == ["a"] * 50 + [None] * 50 + ["b"] * 20
-    assert rows[50].error.startswith("line 51: its row group or batch takes over ")
-    monkeypatch.setattr(read_tables, "MOST_READ_BYTES", 200)
-    with pytest.raises(InvalidInput, match="its dictionaries take over 100 bytes"):
-        list(InputRows(tmp_path / "t.arrow"))
+    data, ends = arrow_bytes(tmp_path, getattr(pa.ipc, new), None)
+    reader, sizes = pa.ipc.MessageReader.open_stream(pa.BufferReader(data[8 if new == "new_file" else 0 :])), []
+    sizes = [reader.read_next_message().body.size for _ in range(4)]
+    place = data.index(sizes[2].to_bytes(8, "little"), ends[0])
+    assert place < ends[1]
+    for size in (-1, -sizes[2], -(ends[0] + 64), -(2**63)):
+        broken = data[:place] + size.to_bytes(8, "little", signed=True) + data[place + 8 :]
+        with pytest.raises(InvalidInput, match="is damaged after row 300"):
+            list(InputRows(written(tmp_path, broken, "negative.arrow")))
+
+
+def claimed(pq, path, old, new):
+    """Replace a number of rows in the footer of a Parquet file, which varints of zigzag hold."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[-8:-4], "little")
+    footer = data[-8 - size : -8].replace(varint(2 * old), varint(2 * new))
+    path.write_bytes(data[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+
+
+def varint(value):
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def test_rows_that_are_only_claimed_are_not_made(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "t.parquet"
+    count = 12_345
+    # All numbers of the file are changed, also those of the column; pages say otherwise.
+    pq.write_table(repeated_text(pa, count, 2**29), path, compression="zstd", store_schema=False)
+    claimed(pq, path, count, 2**62)
+    assert pq.ParquetFile(path).metadata.row_group(0).num_rows == 2**62
+    with pytest.raises(InvalidInput, match="row group or batch 0 claims 4,611,686,018,427,387,904 rows"):
+        list(InputRows(path))
+    pq.write_table(pa.table({"prompt": ["a"] * count}), path, store_schema=False)
+    claimed(pq, path, count, count + 1)
+    with pytest.raises(InvalidInput, match="is damaged after row"):
+        list(InputRows(path))
+
+
+def test_a_process_that_ends_at_once_is_a_damaged_file(tmp_path, monkeypatch):
+    path = written(tmp_path, b"PAR1", "t.parquet")
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(table_process, "__name__", "flexengine.job.no_such_module")
+    with pytest.raises(InvalidInput, match=r"cannot be read as \.parquet: it takes over .* \(exit status 1\)"):
+        InputRows(path)

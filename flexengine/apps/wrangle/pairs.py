@@ -7,7 +7,7 @@ from typing import Any
 from flexengine.apps.tables import FileTable, cell_text
 from flexengine.apps.wrangle.spec import DEFAULT_TOP, TOKEN, Spec
 from flexengine.errors import InvalidInput
-from flexengine.job.read_tables import TableRow
+from flexengine.job.arrow_rows import TableRow
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
 _MAX_CELLS = 2**22  # similarities in memory at a time

@@ -1,0 +1,104 @@
+"""Rows of Arrow arrays as values that JSON can hold."""
+
+import base64
+import datetime
+import math
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from flexengine.job.read_json import utf8_fault
+
+
+class TableRow(NamedTuple):
+    """One row of a table."""
+
+    line: int  # line on which the row starts, from 1
+    fields: dict[str, Any]  # cells by column, converted to values that JSON can hold
+    fault: str | None = None  # why the row cannot be used; None if it can
+
+
+def records_of(batch: Any) -> Iterator[dict[str, Any]]:
+    """Return rows as Python values. A cell that cannot be converted is the exception instead."""
+    batch = _with_text_times(batch)
+    try:
+        return iter(batch.to_pylist())
+    except MemoryError:
+        raise
+    except Exception:  # text that is not UTF-8, a time beyond Python's range, an unknown time zone
+        columns = list(zip(batch.schema.names, batch.columns, strict=True))
+        return ({name: _cell(column[i]) for name, column in columns} for i in range(batch.num_rows))
+
+
+def _with_text_times(batch: Any) -> Any:
+    """Return the batch with times of day in nanoseconds, which Python's do not have, as text."""
+    for number, column in enumerate(batch.columns):
+        if "time64[ns]" in str(column.type):
+            with suppress(Exception):  # in a type that is not converted, such as a union
+                batch = batch.set_column(number, batch.schema.names[number], column.cast(_with_texts(column.type)))
+    return batch
+
+
+def _with_texts(kind: Any) -> Any:
+    """Return the type with text for times of day in nanoseconds."""
+    import pyarrow as pa
+
+    if kind == pa.time64("ns"):
+        return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_texts(field.type)) for field in kind])
+    return pa.list_(_with_texts(kind.value_type)) if pa.types.is_list(kind) else kind
+
+
+def _cell(scalar: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return scalar.as_py()
+    except MemoryError:
+        raise
+    except Exception as error:
+        with suppress(Exception):  # in a time zone that is not known here
+            return scalar.cast(pa.timestamp(scalar.type.unit, "UTC")).as_py()
+        with suppress(Exception):
+            return str(scalar.cast("string").as_py())  # nanosecond times, which Python cannot represent
+        return error
+
+
+def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) -> TableRow:
+    """Return the record of a row's cells. It has a fault if a cell is an exception, or if bytes in one of the columns
+    `texts` are not UTF-8.
+
+    Args:
+        texts: columns in which bytes are text. None reads bytes of every column as text if they are UTF-8.
+    """
+    fault = next((f"column {n}: {first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
+    for name, value in cells.items():
+        if isinstance(value, bytes) and (texts is None or name in texts):
+            wrong = utf8_fault(value)
+            fault = fault or (wrong if texts is not None else None)
+            cells[name] = value if wrong else value.decode("utf-8")
+    return TableRow(line, {name: _plain(v) for name, v in cells.items() if not isinstance(v, Exception)}, fault)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold. Infinity and NaN become None, dates and times ISO 8601 text, bytes base64, and
+    other types (decimals, durations, UUIDs) text."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, (datetime.date, datetime.time)):  # a datetime is a date
+        return value.isoformat()
+    return str(value)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its name."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

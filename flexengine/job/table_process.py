@@ -1,0 +1,251 @@
+"""Rows of Parquet and Arrow files, read in a process of its own, with limits.
+
+Few bytes of a file can expand to any memory in one step of pyarrow, and damage can end the process, so no check before
+bounds them. This module is also the program of the other process. It sends the names of the columns, the number and
+claimed rows of each unit (a row group or record batch), and rows in parts. If it ends early, the next process continues
+at the first row that was not sent, and reads fewer rows at a time.
+"""
+
+import os
+import pickle
+import resource
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from flexengine.job import read_json
+from flexengine.job.arrow_rows import TableRow, first_line, record_of, records_of
+from flexengine.job.arrow_sizes import parts
+
+READ_BYTES = 2**29  # memory of the process, beside that of its libraries
+CPU_SECONDS = 60  # most time of the processor for one step
+ROWS = (256, 16, 1)  # read at a time
+MOST_REFUSED, MOST_ENDS = 10**7, 300  # error rows, and processes that ended early, of a file
+_UNREAD = f"takes over {READ_BYTES:,} bytes of memory or {CPU_SECONDS} s to be read; write the file with smaller"
+_TOO_LARGE = f"{read_json.too_long(read_json.MAX_LINE_BYTES)}, or has over {read_json.MAX_VALUES:,} values"
+_FILE = "/proc/self/fd/0"
+
+
+def table_rows(path: Path, form: str, texts: Container[str] | None) -> Iterator[Any]:
+    """Yield the names of the columns of a Parquet or Arrow file, then its rows. Raise ValueError if it is damaged."""
+    named, line, refused = False, 1, 0
+    unit, total, done, size = 0, -1, 0, ROWS[0]  # total: -1 is not known
+    for _ in range(MOST_ENDS):
+        process = _started(path, form, (texts, unit, done, size, line))
+        assert process.stdout is not None
+        try:
+            while True:
+                kind, value = pickle.load(process.stdout)
+                if kind == "error":
+                    raise ValueError(value)
+                if kind == "end":
+                    return
+                if kind == "names" and not named:
+                    named = True
+                    yield value
+                elif kind == "unit" and value != (unit, total):
+                    done, size = (done, size) if value[0] == unit else (0, ROWS[0])
+                    unit, total = value
+                elif kind == "rows":
+                    done, line = done + len(value), line + len(value)
+                    yield from value
+        except (EOFError, pickle.UnpicklingError):  # it has ended
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        if total < 0:
+            raise ValueError(f"it {_UNREAD} parts (exit status {code})")
+        if size > ROWS[-1]:
+            size = ROWS[ROWS.index(size) + 1]
+            continue
+        if (refused := refused + total - done) > MOST_REFUSED:
+            raise ValueError(f"row group or batch {unit} claims {total:,} rows, but {_UNREAD} ones")
+        for _ in range(total - done):
+            yield TableRow(line, {}, f"its row group or batch {_UNREAD} ones")
+            line += 1
+        unit, total, done, size = unit + 1, -1, 0, ROWS[0]
+    raise ValueError(f"{MOST_ENDS} attempts to read its rows ended early")
+
+
+def _started(path: Path, form: str, request: tuple[Any, ...]) -> "subprocess.Popen[bytes]":
+    environment = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "ARROW_DEFAULT_MEMORY_POOL": "system",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    with open(path, "rb") as file:
+        # A session of its own gets no Ctrl-C. Not the current directory but sys.path is searched for modules.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, form, pickle.dumps(request).hex()],
+            env=os.environ | environment,
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def replies(
+    path: str, form: str, texts: Container[str] | None, first: int, done: int, size: int, line: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield the names of the columns, then from a unit on its number and rows, and records of these rows.
+
+    Args:
+        texts: as for `record_of`.
+        first: the unit to begin with.
+        done: rows of this unit that are left out.
+        size: rows of this unit read at a time.
+        line: number of the first row.
+    """
+    names, units = (_parquet if form == "parquet" else _arrow)(path, first, size)
+    yield "names", names
+    for number, total, batches in units:
+        yield "unit", (number, total)
+        seen, skip, step = 0, done if number == first else 0, size if number == first else ROWS[0]
+        for batch in batches:
+            _limit_time()
+            for start in range(0, batch.num_rows, step):
+                piece = batch.slice(start, step)
+                new = piece.slice(max(0, skip - seen))
+                seen += piece.num_rows
+                for part, taken in parts(new):
+                    large = taken > read_json.MAX_LINE_BYTES
+                    cells = [] if large else enumerate(records_of(part), line)
+                    yield "rows", [TableRow(line, {}, _TOO_LARGE)] if large else [record_of(*c, texts) for c in cells]
+                    line += part.num_rows
+        if seen != total:
+            raise ValueError(f"row group or batch {number} claims {total:,} rows, but has {seen:,}")
+    yield "end", None
+
+
+_Units = Iterator[tuple[int, int, Iterator[Any]]]
+
+
+def _parquet(path: str, first: int, size: int) -> tuple[list[str], _Units]:
+    import pyarrow.parquet as pq
+
+    table: Any = cast(Any, pq).ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+
+    def units() -> _Units:
+        for number in range(first, table.num_row_groups):
+            group = table.metadata.row_group(number)
+            # pyarrow ends the process for columns that a damaged footer lacks
+            if group.num_columns != len(table.schema):
+                raise ValueError(f"a row group has {group.num_columns} columns, but the schema has {len(table.schema)}")
+            least = min((group.column(i).num_values for i in range(group.num_columns)), default=0)
+            if not 0 <= group.num_rows <= least:
+                raise ValueError(f"row group {number} claims {group.num_rows:,} rows, but a column {least:,} values")
+            rows = size if number == first else ROWS[0]
+            yield number, group.num_rows, table.iter_batches(rows, [number], use_threads=False)
+
+    return list(table.schema_arrow.names), units()
+
+
+def _arrow(path: str, first: int, size: int) -> tuple[list[str], _Units]:
+    import pyarrow as pa
+
+    source, places = pa.memory_map(path), pa.memory_map(path)
+    try:
+        file = pa.ipc.open_file(source)
+        places.seek(8)  # behind the magic number a file is a stream
+    except pa.ArrowInvalid:  # the datasets library writes .arrow files in the IPC stream format
+        source.seek(0)
+        file = pa.ipc.open_stream(source)
+    count = getattr(file, "num_record_batches", None)
+
+    def batch(number: int) -> Iterator[Any]:
+        batch = file.read_next_batch() if count is None else file.get_batch(number)
+        for column in batch.columns:  # offsets beyond a buffer would end the process
+            try:
+                column.validate(full=True)
+            except ValueError as error:
+                if "UTF8" not in str(error):  # text that is not UTF-8 costs its row alone
+                    raise
+        yield batch
+
+    def units() -> _Units:
+        number, place, dictionaries = 0, 0, False
+        messages = pa.ipc.MessageReader.open_stream(places)
+        while number != count:
+            try:
+                message = messages.read_next_message()
+            except StopIteration:
+                if count is None:
+                    return
+                raise ValueError(f"it has {number} record batches, but {count} in its footer") from None
+            if places.tell() <= place:
+                raise ValueError("a message has a negative size")
+            place, dictionaries = places.tell(), dictionaries or message.type == "dictionary"
+            if message.type != "record batch":
+                continue
+            if number >= first:
+                yield number, _batch_rows(message.metadata.to_pybytes()), batch(number)
+            elif count is None and dictionaries:
+                file.read_next_batch()
+            elif count is None:
+                source.seek(place)
+            number += 1
+
+    return list(file.schema.names), units()
+
+
+def _batch_rows(message: bytes) -> int:
+    """Return how many rows a record batch has, from its message in the encoding of flatbuffers."""
+
+    def field(table: int, number: int) -> int:
+        names = table - struct.unpack_from("<i", message, table)[0]
+        known = 4 + 2 * number < struct.unpack_from("<H", message, names)[0]
+        offset: int = struct.unpack_from("<H", message, names + 4 + 2 * number)[0] if known else 0
+        return table + offset if offset else 0
+
+    header = field(struct.unpack_from("<I", message)[0], 2)
+    length = field(header + struct.unpack_from("<I", message, header)[0], 0)
+    rows: int = struct.unpack_from("<q", message, length)[0] if length else 0
+    if rows < 0:
+        raise ValueError(f"a record batch claims {rows:,} rows")
+    return rows
+
+
+def _limit_time() -> None:
+    """Allow CPU_SECONDS for the next step."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    most = int(time.process_time()) + 1 + CPU_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (most if hard < 0 else min(hard, most), hard))
+
+
+def _serve(form: str, request: str) -> None:
+    """Send the replies to the engine's process, or the first line of an error. Running out of memory ends it."""
+    import pyarrow.parquet  # noqa: F401
+
+    with open("/proc/self/statm", "rb") as file:
+        used = int(file.read().split()[5]) * resource.getpagesize()
+    # Of data, not of addresses: Arrow files are mapped, not read.
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (used + READ_BYTES if hard < 0 else min(hard, used + READ_BYTES), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_time()
+    target = sys.stdout.buffer
+    with suppress(BrokenPipeError):
+        try:
+            for reply in replies(_FILE, form, *pickle.loads(bytes.fromhex(request))):
+                pickle.dump(reply, target, pickle.HIGHEST_PROTOCOL)
+                target.flush()
+        except MemoryError:
+            os._exit(1)
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # pyarrow raises errors of its own, and others unchanged
+            pickle.dump(("error", first_line(error)), target)
+            target.flush()
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
