@@ -21,6 +21,7 @@ from typing import Any, cast
 from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line, record_of, records_of
 from flexengine.job.arrow_sizes import parts
+from flexengine.job.own_process import set_limit, started
 
 READ_BYTES = 2**29  # memory of the process, beside that of its libraries
 CPU_SECONDS = 60  # most time of the processor for one step
@@ -29,6 +30,7 @@ MOST_REFUSED, MOST_ENDS = 10**7, 300  # error rows, and processes that ended ear
 _UNREAD = f"takes over {READ_BYTES:,} bytes of memory or {CPU_SECONDS} s to be read; write the file with smaller"
 _TOO_LARGE = f"{read_json.too_long(read_json.MAX_LINE_BYTES)}, or has over {read_json.MAX_VALUES:,} values"
 _FILE = "/proc/self/fd/0"
+_ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def table_rows(path: Path, form: str, texts: Container[str] | None) -> Iterator[Any]:
@@ -36,7 +38,9 @@ def table_rows(path: Path, form: str, texts: Container[str] | None) -> Iterator[
     named, line, refused = False, 1, 0
     unit, total, done, size = 0, -1, 0, ROWS[0]  # total: -1 is not known
     for _ in range(MOST_ENDS):
-        process = _started(path, form, (texts, unit, done, size, line))
+        request = pickle.dumps((texts, unit, done, size, line)).hex()
+        with open(path, "rb") as file:
+            process = started(__name__, form, request, stdin=file, stderr=subprocess.DEVNULL, **_ENVIRONMENT)
         assert process.stdout is not None
         try:
             while True:
@@ -72,25 +76,6 @@ def table_rows(path: Path, form: str, texts: Container[str] | None) -> Iterator[
             line += 1
         unit, total, done, size = unit + 1, -1, 0, ROWS[0]
     raise ValueError(f"{MOST_ENDS} attempts to read its rows ended early")
-
-
-def _started(path: Path, form: str, request: tuple[Any, ...]) -> "subprocess.Popen[bytes]":
-    environment = {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "ARROW_DEFAULT_MEMORY_POOL": "system",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    with open(path, "rb") as file:
-        # A session of its own gets no Ctrl-C. Not the current directory but sys.path is searched for modules.
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, form, pickle.dumps(request).hex()],
-            env=os.environ | environment,
-            stdin=file,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
 
 def replies(
@@ -216,9 +201,7 @@ def _batch_rows(message: bytes) -> int:
 
 def _limit_time() -> None:
     """Allow CPU_SECONDS for the next step."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    most = int(time.process_time()) + 1 + CPU_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (most if hard < 0 else min(hard, most), hard))
+    set_limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_SECONDS)
 
 
 def _serve(form: str, request: str) -> None:
@@ -228,8 +211,7 @@ def _serve(form: str, request: str) -> None:
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[5]) * resource.getpagesize()
     # Of data, not of addresses: Arrow files are mapped, not read.
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (used + READ_BYTES if hard < 0 else min(hard, used + READ_BYTES), hard))
+    set_limit(resource.RLIMIT_DATA, used + READ_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_time()
     target = sys.stdout.buffer

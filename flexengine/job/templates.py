@@ -21,6 +21,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from flexengine.errors import FlexError
+from flexengine.job.own_process import set_limit, started
 
 CPU_SECONDS = 3.0  # most time of the processor for one conversation; usual templates take under a millisecond
 SPARE_BYTES, SPARE_PER_BYTE = 64 << 20, 16  # most memory for one conversation, and more for each byte of it
@@ -107,7 +108,9 @@ class _Renderer:
                 return _ERROR, self._fault
             if self._process is None or self._process.poll() is not None:
                 self._errors, self._answered = TemporaryFile(), False  # noqa: SIM115 - while the process runs
-                self._process = _started(self._errors)
+                self._process = started(
+                    __name__, stdin=subprocess.PIPE, stderr=self._errors, TRANSFORMERS_VERBOSITY="error"
+                )
             process = self._process
             source, target = process.stdout, process.stdin
             assert source is not None
@@ -150,19 +153,6 @@ class _Renderer:
         self._process, self._lock = None, threading.Lock()
 
 
-def _started(errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "TRANSFORMERS_VERBOSITY": "error"}
-    # A session of its own gets no Ctrl-C. Not the current directory but sys.path is searched for modules.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__],
-        env=os.environ | environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        start_new_session=True,
-    )
-
-
 _RENDERER = _Renderer()
 os.register_at_fork(after_in_child=_RENDERER.forget)
 
@@ -193,7 +183,7 @@ def _written(request: bytes, seconds: float, library: Any) -> tuple[bytes, bytes
             return _TEXT, texts[0].encode("utf-8", "surrogatepass")
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _set(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+            set_limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
     except _TimeExceeded:
         return _TIME, b""
     except MemoryError:
@@ -206,15 +196,9 @@ def _limit(size: int, seconds: float) -> None:
     """Set the limits of one conversation, beside what the process has taken before. size: of the request, in bytes."""
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    _set(resource.RLIMIT_AS, used + SPARE_BYTES + SPARE_PER_BYTE * size)
-    _set(resource.RLIMIT_CPU, int(time.process_time() + seconds) + _KILL_SECONDS)
+    set_limit(resource.RLIMIT_AS, used + SPARE_BYTES + SPARE_PER_BYTE * size)
+    set_limit(resource.RLIMIT_CPU, int(time.process_time() + seconds) + _KILL_SECONDS)
     signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def _set(limit: int, most: int) -> None:
-    """Set a limit of this process, but not above what it may set."""
-    hard = resource.getrlimit(limit)[1]
-    resource.setrlimit(limit, (hard if most < 0 or 0 <= hard < most else most, hard))
 
 
 def _exceeded(*_: object) -> None:

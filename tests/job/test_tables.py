@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import pickle
 import random
 
 import pytest
@@ -285,17 +286,16 @@ def test_reading_continues_at_the_first_row_that_was_not_sent(tmp_path, monkeypa
         "        if reply[0] == 'rows' and size == 256: os.abort()\n"
         "p.replies = replies\np._serve(*sys.argv[1:])"
     )
-    plain = table_process._started
+    plain = table_process.started
 
-    def started(path, form, request):
-        sizes.append(request[1:4])
+    def started(module, form, request, **options):
+        sizes.append(pickle.loads(bytes.fromhex(request))[1:4])
         with monkeypatch.context() as patch:
-            patch.setattr(table_process, "__name__", "flexengine.job.table_process")
             popen = table_process.subprocess.Popen
             patch.setattr(table_process.subprocess, "Popen", lambda a, **o: popen([*a[:2], "-c", program, *a[4:]], **o))
-            return plain(path, form, request)
+            return plain(module, form, request, **options)
 
-    monkeypatch.setattr(table_process, "_started", started)
+    monkeypatch.setattr(table_process, "started", started)
     rows = list(InputRows(path))
     assert [row.index for row in rows] == list(range(900))
     assert [row.fields["prompt"] for row in rows] == list(map(str, range(900)))

@@ -51,7 +51,7 @@ LIMITS: dict[int, int] = {
     **dict.fromkeys((OrderKind.FAILED, VALUE), MOST_SHARED),
 }
 STORE_SECONDS = 20.0  # without an answer of torchrun's store, until it counts as lost
-SAY_SECONDS = 10.0  # until a wait is told
+SAY_SECONDS = 10.0  # of waiting, after which a message says for which process
 JOIN_SECONDS = 300.0  # until all processes must have joined
 CONNECT_SECONDS = 25.0  # until processes that have joined are connected
 LEAVE_SECONDS = 5.0  # for which `close` waits for the other processes

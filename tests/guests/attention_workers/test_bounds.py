@@ -1,5 +1,5 @@
 """What an engine can make a worker hold: page tables, sinks, questions and handles are booked, and refused with a
-reason. Waits for an engine that measures are told, and end."""
+reason. A worker tells a waiting engine which other one measures it, and ends a measurement that takes too long."""
 
 import socket
 import threading

@@ -1,0 +1,34 @@
+"""Processes of their own for what a hostile file or template may exhaust or end, and their limits."""
+
+import os
+import resource
+import subprocess
+import sys
+from typing import IO
+
+
+def started(
+    module: str, *words: str, stdin: int | IO[bytes], stderr: int | IO[bytes], **environment: str
+) -> "subprocess.Popen[bytes]":
+    """Start a module of the package as a program, and return the process, whose output is a pipe.
+
+    Args:
+        words: its arguments.
+        stdin, stderr: as for `subprocess.Popen`.
+        environment: variables beside those of this process.
+    """
+    # A session of its own gets no Ctrl-C. Not the current directory but sys.path is searched for modules.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def set_limit(limit: int, most: int) -> None:
+    """Set a limit of this process, but not above what it may set. limit: as for `resource.setrlimit`."""
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (hard if most < 0 or 0 <= hard < most else most, hard))
