@@ -13,6 +13,7 @@ from flexengine.places import place_of
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.feedback import SweepMonitor
+from flexengine.plan.formatting import clock
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.min_memory import fitting, lay_out_given, planned
@@ -25,9 +26,10 @@ from flexengine.worker.open_model import OpenModel
 
 SAVING = 0.95  # a lossier choice must take less than this share of the predicted seconds
 SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's budget becomes 3/4 to 15/16 of its bookings
-MIN_JOB_SECONDS = 60.0  # measure the machine before a job if it is predicted to take at least this long
+MIN_JOB_SECONDS = 60.0  # reading resident weights again may pay in jobs of at least this length
+PAYBACK = 10  # measuring everything must be able to shorten a job by this many times the seconds that it takes
 UNLIMITED = Options()
-MIN_QUICK_SECONDS = 5.0  # the same for the few rates of `quick_rates`
+MIN_QUICK_SECONDS = 2.0  # measure for two seconds before a job if it is predicted to take at least this long
 
 
 @dataclass(frozen=True)
@@ -162,19 +164,37 @@ class Planner:
 
         Args:
             options: limits of the search.
-            measure: measure the machine if the job is predicted to take MIN_JOB_SECONDS or more, and a few rates from
-                MIN_QUICK_SECONDS on. Must be False while weights are loaded, as measuring needs their memory and
+            measure: measure for two seconds if the job is predicted to take MIN_QUICK_SECONDS, and everything if that
+                can pay; see `pays`. Must be False while weights are loaded, as measuring needs their memory and
                 modules.
         """
         facts, rates, known = self.opened.facts, self.rates, self.rates.known()
         options = replace(options or Options(), overlap=self.overlap)
         with activity("planning", "searching the policy with the shortest predicted time"):
-            first = search(facts, known, workload, options)
-            if not measure or rates.complete(known) or first.best.seconds < MIN_QUICK_SECONDS:
-                return first
+            found = search(facts, known, workload, options)
+            if not measure or found.best.seconds < MIN_QUICK_SECONDS:
+                return found
             if rates.measure_quickly(known):
-                first = search(facts, rates.known(), workload, options)
-            return first if first.best.seconds < MIN_JOB_SECONDS else search(facts, rates.measured(), workload, options)
+                found = search(facts, known := rates.known(), workload, options)
+            length, seconds = rates.missing_seconds(known), found.best.seconds
+            if not length or not pays(seconds, 0.0, length):
+                return found
+            free = known.with_capacity(replace(known.capacity, device=None, workers=(), filed=0))
+            least = search(facts, free, workload, replace(options, placed=None)).best.seconds
+            if not pays(seconds, least, length):
+                return found
+            saved = f"the job is predicted to take {clock(seconds)}, {clock(seconds - least)} of which may be saved"
+            message(f"measuring this machine and model takes about {clock(length)}; {saved}")
+            return search(facts, rates.measured(), workload, options)
+
+    def measure(self, workload: Workload) -> Hardware:
+        """Return the rates for plans of this workload without a job: measure the model for two seconds in any case, and
+        everything if a search for the policy would. Raise OutOfMemory before, if no row fits."""
+        self.check(workload)
+        self.rates.measure_quickly(self.rates.known())
+        if self.policy is None:
+            fitting(workload, self.layout)
+        return self.rates.known()
 
     def choose(self, workload: Workload, resident: Policy | None = None, limits: Options = UNLIMITED) -> Prediction:
         """Return the best policy for a workload, and its prediction. Raise OutOfMemory if no policy fits.
@@ -235,6 +255,17 @@ class Planner:
     def watch(self, workload: Workload, layout: Layout) -> SweepMonitor:
         """Return what compares a job's sweeps with their prediction under a layout."""
         return SweepMonitor(self.cost(workload), layout)
+
+
+def pays(seconds: float, least: float, length: float) -> bool:
+    """Return whether measuring everything can pay for itself PAYBACK times.
+
+    Args:
+        seconds: predicted seconds of the job under the best plan with the rates known so far.
+        least: predicted seconds with unlimited memory of the device, which no better plan undercuts.
+        length: seconds of the measurement.
+    """
+    return seconds - least >= PAYBACK * length
 
 
 def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:

@@ -15,10 +15,10 @@ from flexengine.measure import store
 from flexengine.model.config import named_dtype
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.rates import assumed
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 
+MACHINE_SECONDS, MODEL_SECONDS = 25.0, 20.0  # of measuring everything, about
 WORKER_RATES = "flexengine.guests.attention_workers.attender:measure_workers"  # imported on first use
 
 
@@ -37,8 +37,8 @@ class RateStore:
         self.machine, self.opened = machine, opened
         self._hardware = fitted(given, machine) if given is not None else None
         self._given = given is not None
-        self._quick: Hardware | None = None  # from `quick_rates`
-        self._tried = False  # whether `quick_rates` was called
+        self._quick: Hardware | None = None  # measured by `measure_quickly`, if the cache cannot store it
+        self._tried = False  # whether `measure_quickly` has measured
 
     def forget(self) -> None:
         """Read the stored rates again when they are needed: the model's formats have changed."""
@@ -46,44 +46,34 @@ class RateStore:
             self._hardware, self._tried = None, False
 
     def known(self) -> Hardware:
-        """Return this machine's stored rates. If none are stored, return those of `measure_quickly`, or assumed ones.
-        Measure nothing but attention workers."""
+        """Return this machine's stored rates; if none are stored, assumed ones. Measure nothing but attention
+        workers."""
         machine = self.machine
-        known = self._hardware or store.obtain(machine, self.opened) or self._quick
-        known = known or assumed(machine.kind, machine.capacity, machine.same_device)
+        known = self._hardware or self._quick or store.obtain(machine, self.opened)
+        known = known or store.unmeasured(machine, self.opened.dtype)
         if machine.workers and not known.worker_attention:
             known = replace(known, **self._workers)
         return known.with_capacity(machine.capacity)  # it may have changed since
 
-    def complete(self, known: Hardware) -> bool:
-        """Return whether no rate in `known()` is assumed that could be measured."""
-        return self._hardware is not None or store.knows(known, self.opened.facts)
+    def missing_seconds(self, known: Hardware) -> float:
+        """Return the seconds that `measured` would take, about; 0 if no rate in `known()` is assumed that could be
+        measured. known: the rates that `known` returned."""
+        if self._hardware is not None or (known.measured and store.knows(known, self.opened.facts)):
+            return 0.0
+        return MODEL_SECONDS + (0.0 if known.measured else MACHINE_SECONDS)
 
     def measure_quickly(self, known: Hardware) -> bool:
-        """Measure a few rates once: of a machine without stored rates, or products in formats of this model that the
-        stored rates lack, which are stored. Return whether `known()` has changed. A CPU without stored rates is not
-        measured: what is assumed of it is less often wrong. known: the rates that `known` returned."""
-        unknown = self.machine.capacity.shared and not known.measured
-        if self._tried or unknown or self._hardware is not None or store.knows_products(known, self.opened.facts):
+        """Measure for about two seconds what decides the device's seconds of this model, once for a machine and model,
+        unless it is known. Return whether `known()` has changed. known: the rates that `known` returned."""
+        if self._tried or self._hardware is not None or store.knows_quickly(known, self.opened.facts):
             return False
         self._tried = True
-        from flexengine.measure.kernels import measure_forms
-        from flexengine.measure.machine import quick_rates
-
         try:
-            if not known.measured and self._quick is None:
-                self._quick = quick_rates(self.machine, self.opened)
-                return True
-            if not (tables := measure_forms(self.machine, self.opened, known.products)):
-                return False
-        except (FlexError, torch.OutOfMemoryError) as error:
+            hardware, stored = store.obtain_quickly(self.machine, self.opened)
+        except (FlexError, OSError, torch.OutOfMemoryError) as error:
             message(f"not measured: {error}", logging.WARNING)
             return False
-        facts, key = self.opened.facts, store.key_of(self.machine, self.opened.dtype, self.opened.files)
-        if self._quick is not None:
-            self._quick = store.joined(self._quick, {"products": tables}, facts)
-        if latest := store.cached(key):
-            store.save_rates(key, store.joined(latest, {"products": tables}, facts))
+        self._quick = None if stored else hardware
         return True
 
     def measured(self) -> Hardware:
@@ -98,16 +88,17 @@ class RateStore:
         return self._hardware
 
     def learn(self, watch: SweepMonitor) -> None:
-        """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed.
-        watch: the finished job's predicted and measured seconds."""
-        if not self._given and watch.cost.hardware.measured and (factors := watch.factors()):
-            opened = self.opened
+        """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed,
+        nor are those of a model that was never measured. watch: the finished job's predicted and measured seconds."""
+        opened, known = self.opened, watch.cost.hardware
+        learns = not self._given and (known.measured or store.knows_quickly(known, opened.facts))
+        if learns and (factors := watch.factors()):
             key = store.key_of(self.machine, opened.dtype, opened.files)
             planned = replace(watch.cost.hardware, workers=(), filed=0, worker_attention={}, worker_links={},
                               worker_seconds=0.0, worker_cores={})  # fmt: skip
             latest = store.cached(key) or planned  # other jobs may have stored their corrections meanwhile
             corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
-            store.save_rates(key, corrected)
+            store.keep(self.machine, opened.dtype, opened.files, corrected)
             if self._hardware is not None:  # else the rates are read from the store when needed
                 self._hardware = corrected
 
@@ -156,7 +147,7 @@ def this_machine(
     machine = options.machine()
     machine.say_no_offload()
     try:
-        if not again and store.obtain(machine, opened, dtype=computing) is not None:
+        if not again and (known := store.obtain(machine, opened, dtype=computing)) and known.measured:
             message("rates of the machine itself were measured before; --again measures them again")
         hardware = store.obtain(machine, opened, True, again, computing)
         assert hardware is not None

@@ -37,15 +37,18 @@ from flexengine.worker.open_model import OpenModel
 
 LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of each decoding sequence; number of these sequences
 PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; tokens before a chunk, and of the chunk
+QUICK = (512,), (256,), ()  # the same lengths for a quick measurement
 UNCACHED = 64 << 20  # bytes of KV that decoding reads before it reads the same bytes again
 TRIALS = 12  # caches that exist at once
 LAYERS = 64  # maximum layers of a trial
 WIDTH = 2048  # rows and columns of the matrix that is multiplied between two calls
+QUICK_SECONDS = 0.05  # for each figure of a quick measurement
 SECONDS, TURNS = 0.12, 3  # for each figure; figures take turns, so that slow moments of the machine affect all equally
 TENSOR = TensorFact("w", 1, 1, 1)  # replaces the weights of a layer
 MIN_CALL_SECONDS = 1e-7  # seconds; minimum of a call's time without its fixed cost
 
 Tables = dict[str, Table]
+Lengths = tuple[int, ...]
 Call = Callable[[int], object]
 Timed = AbstractContextManager[Call]
 
@@ -116,8 +119,9 @@ def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
 
 
 @torch.no_grad()
-def measure_attention(opened: OpenModel, machine: Machine) -> dict[str, Tables]:
-    """Return `Hardware.attention` for every attention shape of the model. Takes about two seconds per shape.
+def measure_attention(opened: OpenModel, machine: Machine, quick: bool = False) -> dict[str, Tables]:
+    """Return `Hardware.attention` for every attention shape of the model. Takes about two seconds per shape, or a
+    third of one if `quick`.
 
     Figures that do not fit in memory are left out; the planner uses the machine's general rates for a shape without
     tables. The ledgers are unchanged afterwards.
@@ -127,15 +131,15 @@ def measure_attention(opened: OpenModel, machine: Machine) -> dict[str, Tables]:
     tables = {}
     with unnoticed(machine):
         for window in dict.fromkeys(opened.facts.windows or (None,)):
-            tables[opened.facts.attention_signature(window)] = _measured(trial, window, most)
+            tables[opened.facts.attention_signature(window)] = _measured(trial, window, most, quick)
     return tables
 
 
-def _measured(trial: AttentionTrial, window: int | None, most: int) -> Tables:
+def _measured(trial: AttentionTrial, window: int | None, most: int, quick: bool) -> Tables:
     """Return all tables of one shape, for contexts of at most `most` tokens; {} if the first figure does not fit."""
     figures, calls = list[tuple[str, int, float]](), list[Call]()
     with ExitStack() as stack:
-        for what, x, work, call in _figures(trial, window, most):
+        for what, x, work, call in _figures(trial, window, most, *(QUICK if quick else (LENGTHS, PROMPTS, PASTS))):
             tick()
             with suppress(OutOfMemory):
                 calls.append(stack.enter_context(call))
@@ -148,7 +152,8 @@ def _measured(trial: AttentionTrial, window: int | None, most: int) -> Tables:
         def product() -> object:  # like a layer's; evicts attention's data from the CPU's caches
             return functional.linear(rows, weight)
 
-        turns = [[seconds_per_call(call, SECONDS / TURNS, trial.machine, product) for call in calls]
+        budget = (QUICK_SECONDS if quick else SECONDS) / TURNS
+        turns = [[seconds_per_call(call, budget, trial.machine, product) for call in calls]
                  for _ in range(TURNS)]  # fmt: skip
     took = [median(seconds) for seconds in zip(*turns, strict=True)]
     tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -159,20 +164,22 @@ def _measured(trial: AttentionTrial, window: int | None, most: int) -> Tables:
     return {what: tuple(points) for what, points in tables.items()}
 
 
-def _figures(trial: AttentionTrial, window: int | None, most: int) -> Iterator[tuple[str, int, float, Timed]]:
+def _figures(
+    trial: AttentionTrial, window: int | None, most: int, lengths: Lengths, prompts: Lengths, pasts: Lengths
+) -> Iterator[tuple[str, int, float, Timed]]:
     """Yield (name of a table, x in tokens, work, call to time). work: bytes or FLOP for rates, 0 for seconds. The first
     call reads almost no data, and so gives the fixed cost of a call."""
     facts = trial.facts
     yield "call", 1, 0.0, trial.call(1, 15, 1, window)
     apart = not trial.machine.capacity.shared and facts.topk is None
     for home in ("device", "host") if apart else ("device",):
-        for length in (n for n in LENGTHS if n <= most and trial.layers(SEQUENCES, n, home)):
+        for length in (n for n in lengths if n <= most and trial.layers(SEQUENCES, n, home)):
             seen = SEQUENCES * min(length, window or length) * facts.kv_token
             what = "decode" if home == "device" else home
             yield what, length, seen, trial.call(SEQUENCES, length - 1, 1, window, home)
-    for tokens in (n for n in PROMPTS if n <= most):
+    for tokens in (n for n in prompts if n <= most):
         yield "prompt", tokens, _flop(facts, 0, tokens, window), trial.call(1, 0, tokens, window)
-    for past in (n for n in PASTS if n + PIECE <= most):
+    for past in (n for n in pasts if n + PIECE <= most):
         yield "continued", past, _flop(facts, past, PIECE, window), trial.call(1, past, PIECE, window)
 
 

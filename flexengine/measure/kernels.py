@@ -38,7 +38,7 @@ PROMPTS, LENGTHS = (32, 128, 512), (64, 512, 2048)
 HEADS, HEAD_DIM, SEQUENCES = 32, 64, 16
 GROUP = 8  # queries per KV head; with this many, arithmetic, not memory, limits decode attention
 SECONDS = 0.1  # for each figure
-TURNS, WINDOW = 4, 0.08  # turns alone and together; seconds of each
+TURNS, QUICK_TURNS, WINDOW = 4, 2, 0.08  # turns alone and together; seconds of each
 QUICK_ROWS, QUICK_SECONDS = (1, 64, 1024), 0.03  # rows of activations; seconds of each figure
 BESIDE, MOVED = 32, 4 << 20  # rows of products, and bytes of transfers, that run at the same time
 
@@ -166,7 +166,9 @@ def _decode(
 
 
 @torch.no_grad()
-def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str, dict[str, float]]:
+def measure_crosstalk(
+    machine: Machine, checkpoint: Sequence[Path] = (), quick: bool = False
+) -> dict[str, dict[str, float]]:
     """Return `Hardware.crosstalk` between compute and the transfers that the CPU does at the same time, and between
     the reads of two disks, whose directories may lie on one device, and between reads and writes of one disk.
 
@@ -174,36 +176,42 @@ def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict
     h2d. Let a be the factor by which the first of two lanes slows down while the second works, and b the factor by
     which the second slows down. Then c seconds of work of the first, alone, and d seconds of the second end together
     after max(d + c a (1 - 1/b), c + d b (1 - 1/a)) seconds.
+
+    Args:
+        quick: leave out further disks, and writes.
     """
     crosstalk: dict[str, dict[str, float]] = {}
     reads = [disk.lanes[0] for disk in disks_of(machine.tiers)]
     links = reads if machine.gpu else [*reads, "h2d"]
-    with unnoticed(machine), readable(machine, checkpoint) as files:
+    with unnoticed(machine), readable(machine, checkpoint, quick) as files:
         own = [] if machine.no_offload else [disk.lanes for disk in disks_of(machine.tiers)]
-        for lane, other in [*(("device", link) for link in links), *combinations(reads, 2), *own]:
+        all_pairs = [*(("device", link) for link in links), *combinations(reads, 2), *own]
+        few = [("device", link) for link in links if link == "h2d" or (link == reads[0] and files)]
+        for lane, other in few if quick else all_pairs:
             with _work(machine, lane, files) as work, _work(machine, other, files) as others:
-                a, b = _slowdowns(machine, work, others)
+                a, b = _slowdowns(machine, work, others, quick)
             crosstalk.setdefault(other, {})[lane] = min(1.0, max(0.0, a * (1 - 1 / b)))
             crosstalk.setdefault(lane, {})[other] = min(1.0, max(0.0, b * (1 - 1 / a)))
     return crosstalk
 
 
-def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, float]:
+def _slowdowns(machine: Machine, first: Calls, second: Calls, quick: bool) -> tuple[float, float]:
     """Return the factors by which two lanes slow down if both work at the same time. Turns alone and together
-    alternate."""
+    alternate. quick: make few short turns."""
+    count, window = (QUICK_TURNS, WINDOW / 2) if quick else (TURNS, WINDOW)
 
     def rate() -> float:
         def call(number: int) -> None:
             first(number)
             machine.synchronize()
 
-        seconds, count = timed(call, WINDOW, machine)
+        seconds, count = timed(call, window, machine)
         return count / seconds
 
     turns = list[tuple[float, ...]]()
-    for _ in range(TURNS):
+    for _ in range(count):
         tick()
-        alone = rate(), beside(second, WHAT, lambda: time.sleep(WINDOW))[0]
+        alone = rate(), beside(second, WHAT, lambda: time.sleep(window))[0]
         turns.append((*alone, *beside(second, WHAT, rate)))
     one, other, other_beside, one_beside = map(median, zip(*turns, strict=True))
     return one / one_beside, other / other_beside
@@ -218,7 +226,11 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
         return
     disk = lane_of(lane).place
     staged, place = disk is not None and not machine.capacity.shared, disk or HOST
-    size = min(MOVED, room(machine, "device", "host"), room(machine, place), max(files.values())) // ALIGN * ALIGN
+    size = (
+        min(MOVED, room(machine, "device", "host"), room(machine, place), max(files.values(), default=MOVED))
+        // ALIGN
+        * ALIGN
+    )
     size = size or ALIGN
     with Regions(machine) as regions:
         tier = "host" if staged else "device"

@@ -34,6 +34,7 @@ MIN_CHECKPOINT_BYTES = 256 * MIB  # bytes; a smaller checkpoint is not represent
 WRITTEN = 128 * MIB  # bytes of this file
 TOUCHED, PAGE = 640 * MIB, 4096  # bytes of fresh memory for page faults; bytes of a page
 WIDTH = 512  # rows and columns of products that keep the CPU busy
+QUICK_READS, QUICK_SECONDS = (256 * KIB, 4 * MIB), 0.12  # of `quick_reads`
 COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
 TURNS = 4  # turns of all sizes
 PATIENCE = 1.0  # seconds; a size whose single transfer would take longer is left out
@@ -64,7 +65,9 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str
                 links |= _spills(machine, place)
             else:  # no plan uses these rates
                 links |= {lane: assumed(machine.kind, machine.capacity).links[lane] for lane in DISK.lanes}
-        return dict(links=links, checkpoint_read=_checkpoint_read(machine, checkpoint), touch=touch, touch_busy=busy)
+        with readable(machine, checkpoint) as files:
+            reads = _checkpoint_read(machine, files, READS, READ_SECONDS)
+        return dict(links=links, checkpoint_read=reads, touch=touch, touch_busy=busy)
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
@@ -180,17 +183,23 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
         return dict(zip(place_of(place).lanes, (reads, writes), strict=True))
 
 
-def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
+def quick_reads(machine: Machine, checkpoint: Sequence[Path]) -> Table:
+    """Return the rates of reads of the model's own file, within half a second; () if it has none."""
+    with readable(machine, checkpoint, quick=True) as files:
+        return _checkpoint_read(machine, files, QUICK_READS, QUICK_SECONDS) if files else ()
+
+
+def _checkpoint_read(machine: Machine, files: Mapping[Path, int], sizes: Sequence[int], seconds: float) -> Table:
     tier = "device" if machine.capacity.shared else "host"
-    with Regions(machine) as regions, readable(machine, checkpoint) as files:
-        sizes = _sizes(READS, min(room(machine, tier), max(files.values())))
+    with Regions(machine) as regions:
+        sizes = _sizes(sizes, min(room(machine, tier), max(files.values())))
         target = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE, reads=True)))
         streams = {size: stretches(machine, files, size) for size in sizes}
 
         def read(size: int, i: int) -> None:  # to another offset each time, as weight slots are not cached either
             machine.disk.load_all([(next(streams[size]), _slice(target, size, i))])
 
-        return _table(sizes, READ_SECONDS, read, machine)
+        return _table(sizes, seconds, read, machine)
 
 
 def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterator[Region]:
@@ -202,14 +211,16 @@ def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterato
 
 
 @contextmanager
-def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path, int]]:
-    """Yield files to read, with their bytes, none in the page cache: the model's own, or a new file if it is small."""
+def readable(machine: Machine, checkpoint: Sequence[Path], quick: bool = False) -> Iterator[dict[Path, int]]:
+    """Yield files to read, with their bytes, none in the page cache: the model's own, or a new file if it is small.
+    quick: yield the first bytes of the model's largest file only, or none if it is tiny."""
     own = {path: path.stat().st_size // 2 * 2 for path in checkpoint}
+    if quick:
+        nbytes, largest = max(((size, path) for path, size in own.items()), default=(0, Path()))
+        yield _evicted({largest: min(nbytes, MIN_CHECKPOINT_BYTES)} if nbytes >= QUICK_READS[0] else {})
+        return
     if sum(own.values()) >= MIN_CHECKPOINT_BYTES or (own and machine.no_offload):
-        for path in own:
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        yield own
+        yield _evicted(own)
         return
     if machine.no_offload:
         raise InvalidInput(machine.no_offload)
@@ -227,6 +238,14 @@ def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path
         finally:
             os.ftruncate(handle, 0)  # the tier still has the file open; truncated, it takes no space
             os.close(handle)
+
+
+def _evicted(files: dict[Path, int]) -> dict[Path, int]:
+    """Remove the first bytes of the files from the page cache, and return their numbers, by path."""
+    for path, nbytes in files.items():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, nbytes, os.POSIX_FADV_DONTNEED)
+    return files
 
 
 def _write(file: int, most: int) -> int:

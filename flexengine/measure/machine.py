@@ -16,9 +16,9 @@ from flexengine import kernels as available
 from flexengine.config import SamplingParams
 from flexengine.measure.attention import measure_attention
 from flexengine.measure.kernels import QUICK_SECONDS, measure_crosstalk, measure_forms, measure_kernels, quick_products
-from flexengine.measure.links import WHAT, copies, measure_links
+from flexengine.measure.links import WHAT, copies, measure_links, quick_reads
 from flexengine.measure.model import measure_model, random_weights, time_layers
-from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name
+from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name, unmeasured
 from flexengine.measure.streaming import measure_delegation, measure_streaming
 from flexengine.measure.timing import MAX_CALLS, fill, measuring, noticing, room, seconds_per_call, unnoticed
 from flexengine.model.build import build
@@ -26,7 +26,6 @@ from flexengine.model.tokenizer import Stops
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.rates import assumed
 from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -48,7 +47,7 @@ SEQUENCES, PROMPT = 64, 200  # sequences of a sweep; tokens of each
 TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=64, hidden_size=64, num_hidden_layers=4,
             num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)  # fmt: skip
 PATIENCE = 30.0  # seconds for each disk; if measuring has taken longer, crosstalk is left out
-COPIED = 256 << 20  # bytes of device memory that a copy within the device reads; caches hold less
+COPIED = 128 << 20  # bytes of device memory that a copy within the device reads; caches hold less
 ATTENDED = 0.4  # rate at which attention reads the KV cache, by that of such copies; 0.3 to 0.8 were measured
 RECORDS = "flexengine.guests.flash.model:measure_blocks"  # imported for models whose neurons are read on demand
 
@@ -63,7 +62,7 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
             rates = measure_kernels(machine, dtype)
             with torch.no_grad(), unnoticed(machine):
                 rates |= dict(cell_seconds=cell_seconds(machine, dtype), task_seconds=task_seconds(machine))
-                rates["sweep_seconds"], rates["sequence_seconds"] = sweep_seconds(machine, dtype)
+                rates["sweep_seconds"], rates["sequence_seconds"] = sweep_seconds(machine, dtype, SECONDS)
         if time.perf_counter() - began < PATIENCE * len(machine.disks):
             with measuring("how much computing and transfers slow each other", "machine", "5 s"):
                 crosstalk = measure_crosstalk(machine, checkpoint)
@@ -95,31 +94,56 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
     return {**found}
 
 
+def measure_quickly(known: Hardware | None, machine: Machine, opened: OpenModel) -> tuple[Hardware, dict[str, Any]]:
+    """Return `known`, or if it is None, rates of the machine, and the model's own rates that they lack."""
+    length = "3 s" if known is None else "2 s"
+    with noticing(), measuring("what decides the speed of this model here", "machine and model", length):
+        hardware = known or quick_rates(machine, opened)
+        return hardware, quick_model(hardware, machine, opened)
+
+
 @torch.no_grad()
 def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
-    """Return assumed rates, but measured ones of copies to and from the device, of products in the model's formats, of
-    device memory, and of a layer's fixed cost.
+    """Return assumed rates, but measured ones of copies to and from the device, of device memory, of reads of the
+    checkpoint and of the engine's own overhead, within a second. `quick_model` adds the model's.
 
-    These differ by more than ten times between machines, and decide which policy is best. Not measured are disks and
-    delegation. The ledgers are unchanged afterwards. Raise OutOfMemory if a tier has no free memory.
-
-    Args:
-        machine: its device has memory of its own.
+    These differ by more than ten times between machines, and decide which policy is best. Not measured are offload
+    directories and delegation. The ledgers are unchanged afterwards. Raise OutOfMemory if a tier has no free
+    memory.
     """
-    dtype = opened.dtype
-    known, name = assumed(machine.kind, machine.capacity, machine.same_device), str(dtype).removeprefix("torch.")
+    known = unmeasured(machine, opened.dtype)
     with unnoticed(machine):
         links = copies(machine, QUICK_SECONDS)
         with Regions(machine) as regions:
             size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
             source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
             copied = 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
-        tables = {name: quick_products(machine, dtype, dtype), **measure_forms(machine, opened)}
-        cell = cell_seconds(machine, dtype) or known.cell_seconds
+        sweep, each = sweep_seconds(machine, opened.dtype, QUICK_SECONDS)
+        reads = quick_reads(machine, opened.files) or known.checkpoint_read
+        found = measure_crosstalk(machine, opened.files, quick=True)
+        talk = {lane: {**known.crosstalk.get(lane, {}), **others} for lane, others in found.items()}
     return replace(
-        known, name=f"{machine.kind}, measured in a second", links={**known.links, **links}, elementwise=copied,
-        products=tables, decode_attention=((1.0, ATTENDED * copied),), cell_seconds=cell,
+        known, name=machine_name(machine), links={**known.links, **links}, elementwise=copied, checkpoint_read=reads,
+        crosstalk={**known.crosstalk, **talk}, decode_attention=((1.0, ATTENDED * copied),),
+        sweep_seconds=sweep or known.sweep_seconds, sequence_seconds=each or known.sequence_seconds,
     )  # fmt: skip
+
+
+def quick_model(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict[str, Any]:
+    """Return the rates of the model's layers, head and attention that `hardware` lacks, within two seconds; for layers
+    that do not fit in memory those of products in their formats."""
+    found: dict[str, Any] = {}
+    if not knows_products(hardware, opened.facts):
+        times = measure_model(opened.skeleton, opened.facts, opened.held, machine, quick=True)
+        found["layers"], found["heads"] = times
+        if not times[0]:
+            found["products"] = measure_forms(machine, opened, hardware.products)
+            if not hardware.measured:
+                name = str(opened.dtype).removeprefix("torch.")
+                found["products"][name] = quick_products(machine, opened.dtype, opened.dtype)
+    if not knows_attention(hardware, opened.facts):
+        found["attention"] = {**measure_attention(opened, machine, quick=True)}
+    return found
 
 
 def cell_seconds(machine: Machine, dtype: torch.dtype) -> float:
@@ -153,23 +177,24 @@ def task_seconds(machine: Machine) -> float:
     return seconds / counts[-1]
 
 
-def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
+def sweep_seconds(machine: Machine, dtype: torch.dtype, budget: float) -> tuple[float, float]:
     """Return the overhead in seconds of a sweep, and of each sequence in it.
 
     It includes forming batches, page tables, inputs and recording sampled tokens. Both are fitted by least squares of
-    relative errors over several numbers of sequences. 0 means that two sequences did not fit in memory.
+    relative errors over several numbers of sequences, each timed for `budget` seconds. 0 means that two sequences did
+    not fit in memory.
     """
     pages = pages_for(PROMPT + MAX_CALLS + 1, PAGE_TOKENS)
     count = min(SEQUENCES, room(machine, "device") // (pages * PAGE_TOKENS * 2 * dtype.itemsize))
     if count < 2:
         return 0.0, 0.0
     counts = sorted({1, count // 2, count})
-    seconds = [_sweep(machine, dtype, n) for n in counts]
+    seconds = [_sweep(machine, dtype, n, budget) for n in counts]
     (fixed, each), _ = nnls([[1.0 / s, n / s] for n, s in zip(counts, seconds, strict=True)], [1.0] * len(counts))
     return max(1e-9, float(fixed)), max(1e-9, float(each))
 
 
-def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:
+def _sweep(machine: Machine, dtype: torch.dtype, count: int, budget: float) -> float:
     tensor = TensorFact("w", 1, 1, 1)
     facts = ModelFacts(((tensor,),), (), tensor, None, 1, 1, 1, 1, 1, 1, dtype.itemsize)
     policy, workload = Policy(count, 1), Workload({(PROMPT, MAX_CALLS + 2): count})
@@ -193,6 +218,6 @@ def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:
                 stops.reason(generated)
             sweeps.advance(batches, set())
 
-        return seconds_per_call(sweep, SECONDS, machine)
+        return seconds_per_call(sweep, budget, machine)
     finally:
         cache.close()

@@ -34,6 +34,7 @@ TOKENS, NEEDED = (64, 1, 256, 20, 512, 16, 4, 40, 2048, 128, 32, 8), 2
 ROWS = (1, 8, 64)  # of logits
 UNCACHED = 100 << 20  # bytes of layers, so that the CPU's caches hold no layer when it is computed again
 LAYER_SECONDS, HEAD_SECONDS = 8.0, 0.4  # for layers with all numbers of tokens; for each size of the head
+QUICK = ((64, 1, 256, 16, 512), 0.7, 0.05)  # the same three for a quick measurement
 PASSES = 12  # maximum for each number of tokens
 START = ""  # key for the part of a pass before its first layer
 
@@ -44,24 +45,27 @@ def measure_model(
     held: Mapping[str, torch.dtype],
     machine: Machine,
     most_tokens: int = 2048,
+    quick: bool = False,
 ) -> tuple[dict[str, Table], dict[str, Table]]:
     """Return tables as in `Hardware.layers` and `Hardware.heads`: seconds of a layer by tokens, without its attention,
     and seconds of logits and greedy tokens by rows, including the part of a pass before its first layer. Entries that
-    do not fit in memory or in the time are missing. Takes about ten seconds. Afterwards the modules have their previous
-    parameters. held: dtype of each parameter on the device. most_tokens: of a gpu_batch."""
+    do not fit in memory or in the time are missing. Takes about ten seconds, or one if `quick`. Afterwards the modules
+    have their previous parameters. held: dtype of each parameter on the device. most_tokens: of a gpu_batch."""
+    among, layer_seconds, head_seconds = QUICK if quick else (TOKENS, LAYER_SECONDS, HEAD_SECONDS)
     with torch.no_grad(), unnoticed(machine):
         names = [facts.signature(j) for j in range(len(facts.layers))]
         with random_weights(skeleton, names, held, machine) as bound:
-            tokens = [n for n in TOKENS if n <= most_tokens]
-            times = time_layers(skeleton, names[:bound], machine, tokens, LAYER_SECONDS) if bound else {}
+            tokens = [n for n in among if n <= most_tokens]
+            times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds) if bound else {}
         layers: dict[str, Table] = {}
         for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
             points = [(float(n), times[n][name]) for n in sorted(times) if name in times[n]]
             numbers, seconds = zip(*points, strict=True)
             layers[name] = tuple(zip(numbers, without_falls(seconds), strict=True))
         start = times.get(1, {}).get(START, 0.0)  # of a one-token pass, before its first layer
-        heads = {facts.head_signature: _head(skeleton, held, machine, start)} if facts.output is not None else {}
-        return layers, heads
+        if facts.output is None:
+            return layers, {}
+        return layers, {facts.head_signature: _head(skeleton, held, machine, start, head_seconds)}
 
 
 def time_layers(
@@ -239,8 +243,9 @@ def _give(
     return len(names)
 
 
-def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine, start: float) -> Table:
-    """Return seconds of logits and their greedy tokens by rows; if memory is short, extrapolated from a part of it."""
+def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine, start: float, budget: float) -> Table:
+    """Return seconds of logits and their greedy tokens by rows, each timed for `budget` seconds; if memory is short,
+    extrapolated from a part of it."""
     name, (vocabulary, width) = skeleton.head
     name = name if name in held else skeleton.embedding[0]
     dtype, form = held[name], skeleton.forms[name].packed if name in skeleton.forms else None
@@ -259,6 +264,6 @@ def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine,
             def call(_: int, x: Tensor = x, draws: list[Draw] = draws) -> object:
                 return sample(skeleton.product(x, weight, None, form)[0].float(), draws)
 
-            seconds = seconds_per_call(call, HEAD_SECONDS, machine)
+            seconds = seconds_per_call(call, budget, machine)
             points.append((float(count), start + seconds * vocabulary / rows))
         return tuple(points)

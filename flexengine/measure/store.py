@@ -25,13 +25,19 @@ from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 from flexengine.kernels.build import cpu_type
 from flexengine.model.linear import numerics
-from flexengine.places import lane_of
+from flexengine.places import COPIES, DISK, HOST, disks_of, lane_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table
+from flexengine.plan.rates import assumed
 from flexengine.tier.limits import device_of
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 
+# fields of `Hardware` that hold for all machines that compute with one CPU
+COMPUTING = (
+    *("products", "prompt_attention", "decode_attention", "elementwise", "vector_flops", "cell_seconds"),
+    *("task_seconds", "sweep_seconds", "sequence_seconds", "layers", "heads", "attention", "quick"),
+)
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 
 
@@ -51,44 +57,86 @@ def obtain(
         dtype: dtype of activations, if `opened` is None.
 
     Returns:
-        None if the cache lacks the machine's rates and `measure` is false.
+        None if the cache lacks the machine's rates and `measure` is false. Rates of `obtain_quickly` are replaced if
+        `measure` is true.
     """
     held = opened.dtype if opened else dtype or (torch.float16 if machine.gpu else torch.float32)
     files = opened.files if opened else []
-    key = key_of(machine, held, files)
-    hardware = None if again else cached(key)
+    hardware = None if again else cached(key_of(machine, held, files))
     if hardware is None and not measure:
         return None
-    if hardware is None:
+    if hardware is None or (measure and hardware.assumed):
         hardware = resolve_name("flexengine.measure.machine:measure_machine")(machine, held, files)
         assert hardware is not None
-        if fault := save_rates(key, hardware):
-            message(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set"
-                    " FLEXENGINE_CACHE to a directory that can be written", logging.WARNING)  # fmt: skip
+        keep(machine, held, files, hardware)
     measured: dict[str, Any] = {}  # missing rates of the model
     if measure and opened is not None:
         measured = resolve_name("flexengine.measure.machine:measure_opened")(hardware, machine, opened)
     if opened is not None and any(measured.values()):
-        known = cached(key) or hardware  # other jobs may have saved rates of other models
-        save_rates(key, joined(known, measured, opened.facts))
-        hardware = joined(hardware, measured, opened.facts)
+        hardware, _ = _kept_with(hardware, measured, machine, opened)
     return hardware.with_capacity(machine.capacity)
 
 
-def joined(known: Hardware, measured: Mapping[str, Any], facts: ModelFacts) -> Hardware:
-    """Return rates with further ones. Corrections of earlier ones end, also if this model's are computed from them."""
+def obtain_quickly(machine: Machine, opened: OpenModel) -> tuple[Hardware, bool]:
+    """Measure for about two seconds what decides the device's seconds of this model: its own layers, head and
+    attention, and of a machine without stored rates also memory, copies, reads of the checkpoint and overhead. Return
+    all rates, and whether they are stored, for later jobs. Arguments and errors as of `obtain`."""
+    known = cached(key_of(machine, opened.dtype, opened.files))
+    hardware, measured = resolve_name("flexengine.measure.machine:measure_quickly")(known, machine, opened)
+    return _kept_with(hardware, measured, machine, opened, quick=True)
+
+
+def _kept_with(
+    hardware: Hardware, measured: Mapping[str, Any], machine: Machine, opened: OpenModel, quick: bool = False
+) -> tuple[Hardware, bool]:
+    """Store and return the machine's rates with those of a model, and whether they are stored."""
+    latest = cached(key_of(machine, opened.dtype, opened.files)) or hardware  # others may have stored other models'
+    stored = keep(machine, opened.dtype, opened.files, joined(latest, measured, opened.facts, quick))
+    return joined(hardware, measured, opened.facts, quick), stored
+
+
+def unmeasured(machine: Machine, dtype: torch.dtype) -> Hardware:
+    """Return assumed rates. Those of a sim machine's links are at most their limits, and its rates of computing are
+    this CPU's, if a job on `--device cpu` has stored them."""
+    hardware = assumed(machine.kind, machine.capacity, machine.same_device)
+    limits: dict[str, float | None] = {}
+    for place, lanes in {HOST: COPIES, **{disk: disk.lanes for disk in disks_of(machine.tiers)}}.items():
+        if (slowed := machine.tier(place).slowed) is not None:
+            limits |= zip(lanes, slowed[0].values(), strict=True)
+    links = {lane: ((1.0, min(table[0][1], limits.get(lane) or math.inf)),) for lane, table in hardware.links.items()}
+    hardware = replace(hardware, links=links, checkpoint_read=links[DISK.lanes[0]])
+    own = cached(_computing_key(machine, dtype)) if machine.kind == "sim" else None
+    if own is None:
+        return hardware
+    computing: dict[str, Any] = {name: getattr(own, name) for name in COMPUTING}
+    computing |= {"host_attention": own.decode_attention[0][1], "host_flops": own.vector_flops}
+    lengthened = {name: by for name, by in own.corrected.items() if name not in own.links}
+    return replace(hardware, name=f"{own.name}, links assumed", corrected=lengthened, **computing)
+
+
+def joined(known: Hardware, measured: Mapping[str, Any], facts: ModelFacts, quick: bool = False) -> Hardware:
+    """Return rates with further ones. Corrections of earlier ones end, also if this model's are computed from them.
+    quick: whether the further ones were measured for a moment; see `Hardware.quick`."""
     again = {name for field in ("layers", "heads", "blocks") for name in measured.get(field, ())}
     if "products" in measured:
         own = {facts.signature(j) for j in range(len(facts.layers))} | {facts.head_signature}
         again |= own - {*known.layers, *known.heads}
     before = {name: by for name, by in known.corrected.items() if name not in again}
     tables: dict[str, Any] = {field: {**getattr(known, field), **new} for field, new in measured.items()}
-    return replace(known, corrected=before, **tables)
+    names = {name for field in ("layers", "heads", "attention") for name in measured.get(field, ())}
+    moment = {*known.quick, *facts.signatures} if quick else {*known.quick} - names
+    return replace(known, corrected=before, quick=tuple(sorted(moment)), **tables)
 
 
 def knows(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether the seconds of this model's layers, head, attention and records were measured."""
     return knows_products(hardware, facts) and knows_attention(hardware, facts) and knows_blocks(hardware, facts)
+
+
+def knows_quickly(hardware: Hardware, facts: ModelFacts) -> bool:
+    """Return whether the seconds of this model's layers, head and attention were measured, or tried, for a moment at
+    least."""
+    return {*hardware.quick, *hardware.layers, *hardware.heads, *hardware.attention} >= facts.signatures
 
 
 def knows_blocks(hardware: Hardware, facts: ModelFacts) -> bool:
@@ -98,13 +146,15 @@ def knows_blocks(hardware: Hardware, facts: ModelFacts) -> bool:
 
 def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether attention of this model's shapes was measured."""
-    return all(facts.attention_signature(window) in hardware.attention for window in facts.windows or (None,))
+    shapes = {facts.attention_signature(window) for window in facts.windows or (None,)}
+    return {*hardware.attention} - {*hardware.quick} >= shapes
 
 
 def knows_products(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether the seconds of this model's layers and head were measured."""
-    layers = all(facts.signature(j) in hardware.layers for j in range(len(facts.layers)))
-    return layers and (facts.output is None or facts.head_signature in hardware.heads)
+    layers = {facts.signature(j) for j in range(len(facts.layers))}
+    known = {*hardware.layers, *hardware.heads} - {*hardware.quick}
+    return known >= layers and (facts.output is None or facts.head_signature in known)
 
 
 def corrected(
@@ -167,14 +217,23 @@ def key_of(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path]) -> 
 def fingerprint(machine: Machine) -> str:
     """Return a hash, 32 hexadecimal digits, of all properties that a machine's rates depend on."""
     rates = [tier.slowed for tier in machine.tiers.values() if tier.slowed is not None]
+    parts = [machine.kind, rates, *map(device_of, machine.directories)]
+    parts += ["no offload directory"] if machine.no_offload else []
+    return _digest([*_computing(machine), *map(str, parts)])
+
+
+def _computing(machine: Machine) -> list[str]:
+    """Return all properties that rates of computing depend on; a CPU's are equal for devices cpu and sim."""
     parts = [
         __version__, torch.__version__, version("transformers"), cpu_type(), os.cpu_count(),
-        len(os.sched_getaffinity(0)),
-        torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,
-        numerics(machine.compute), available.load().name, rates, *map(device_of, machine.directories),
-        *(["no offload directory"] if machine.no_offload else []),
+        len(os.sched_getaffinity(0)), torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine),
+        machine.lanes, numerics(machine.compute), available.load().name,
     ]  # fmt: skip
-    return _digest([str(part) for part in parts])
+    return [str(part) for part in parts]
+
+
+def _computing_key(machine: Machine, dtype: torch.dtype) -> str:
+    return _digest([*_computing(machine), str(dtype), "computing"])
 
 
 def _digest(parts: Sequence[str]) -> str:
@@ -202,6 +261,17 @@ def cached(key: str) -> Hardware | None:
         return hardware
     except (ValueError, TypeError, ArithmeticError, AttributeError):
         return None
+
+
+def keep(machine: Machine, dtype: torch.dtype, files: Sequence[Path], hardware: Hardware) -> bool:
+    """Store rates of this machine. Return whether that succeeded; if not, report the reason."""
+    fault = save_rates(key_of(machine, dtype, files), hardware)
+    if machine.kind == "cpu" and not fault:
+        fault = save_rates(_computing_key(machine, dtype), hardware)  # for `unmeasured`
+    if fault:
+        message(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set FLEXENGINE_CACHE"
+                " to a directory that can be written", logging.WARNING)  # fmt: skip
+    return not fault
 
 
 def save_rates(key: str, hardware: Hardware) -> str:

@@ -227,6 +227,13 @@ class ModelFacts:
             return ""
         return f"{self.vocabulary}x{self.hidden} held in {head.form or f'{head.held} bytes'}"
 
+    @cached_property
+    def signatures(self) -> frozenset[str]:
+        """Return all keys of this model's layers, head and attention."""
+        layers = {self.signature(j) for j in range(len(self.layers))}
+        heads = {self.head_signature} if self.output is not None else set()
+        return frozenset(layers | heads | {self.attention_signature(window) for window in self.windows or (None,)})
+
 
 @lru_cache(maxsize=256)
 def _grouped(windows: tuple[int | None, ...], longest: int) -> tuple[CacheGroup, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 from flexengine.plan.cost import Cost, reading
 from flexengine.plan.layout import Layout
 from flexengine.plan.profile import Profile
+from flexengine.plan.rates import timed
 from flexengine.plan.sizes import Array
 from flexengine.plan.terms import CACHE, HIDDEN, fraction
 from flexengine.schedule.batches import Batch, Piece
@@ -33,7 +34,7 @@ class PlanReport:
     """The plan's predictions for the sweeps that a job computed, beside the measured seconds."""
 
     hardware: str  # name of the machine whose rates were used
-    measured: bool  # whether these rates were measured; False for rates that were assumed or written by hand
+    measured: bool  # whether these rates, or the model's own, were measured; False for assumed or written ones
     predicted_seconds: float  # predicted seconds of all sweeps
     measured_seconds: float  # measured seconds of all sweeps
     # work by lane. Lanes overlap, so their seconds add up to more than those of the sweeps.
@@ -150,7 +151,8 @@ class SweepMonitor:
         self._price()
         hardware, names = self.cost.hardware, sorted({*self.busy, *self.expected})
         lanes = {lane: LaneSeconds(self.expected.get(lane, 0.0), self.busy.get(lane, 0.0)) for lane in names}
-        return PlanReport(hardware.name, hardware.measured, self.predicted, self.seconds, lanes)
+        measured = hardware.measured or timed(hardware, self.cost.model)
+        return PlanReport(hardware.name, measured, self.predicted, self.seconds, lanes)
 
     def factors(self) -> dict[str, float]:
         """Return measured / predicted seconds of each lane whose error is above MAX_RELATIVE_ERROR.

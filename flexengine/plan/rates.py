@@ -10,7 +10,7 @@ decode      Reading takes kv_token bytes per cached token at `decode_attention` 
             Computing takes 2 FLOP per query head of the group for each element of K and V, and DEQUANTIZE_FLOP more if
             the element is encoded, at `vector_flops` (`host_flops`). The slower of reading and computing counts.
 prompt      `prompt_attention` at the length of the prompt, for every shape.
-continued   `prompt_attention` at the number of tokens cached before.
+continued   as prompts, at the number of tokens cached before.
 call        0 s: `cell_seconds` includes the call.
 """
 
@@ -82,7 +82,8 @@ class Attention:
             kind: "prompt" for prompts and their first chunks, "continued" for later chunks.
         """
         flop = 4.0 * self.model.heads * self.model.head_dim * np.asarray(pairs, dtype=float)
-        return np.asarray(flop / at(self.measured.get(kind, self.hardware.prompt_attention), max(length, 1.0)))
+        table = self.measured.get(kind) or self.measured.get("prompt") or self.hardware.prompt_attention
+        return np.asarray(flop / at(table, max(length, 1.0)))
 
     def _rates(self, place: str) -> Table:
         """Return (cached tokens of a sequence, bytes of KV per second) of decode attention that a place computes.
@@ -288,6 +289,21 @@ def _head(model: ModelFacts, hardware: Hardware, head: TensorFact) -> Table:
         product = _product(hardware, head, rows, 0)
         points.append((float(rows), product + 3 * 4 * rows * model.vocabulary / hardware.elementwise))
     return _corrected(hardware, model.head_signature, points)
+
+
+def timed(hardware: Hardware, model: ModelFacts) -> bool:
+    """Return whether this model's own layers, head and attention were measured on this machine."""
+    return {*hardware.layers, *hardware.heads, *hardware.attention} >= model.signatures
+
+
+def origin(hardware: Hardware, model: ModelFacts) -> str:
+    """Return in words what was measured for a plan of this model."""
+    how = " for two seconds" if model.signatures & {*hardware.quick} else ""
+    if not timed(hardware, model):
+        return "measured, but not this model's layers" if hardware.measured else "not measured"
+    if hardware.measured:
+        return f"measured, this model{how}" if how else "measured"
+    return f"this model measured{how}, offload directories {'assumed' if hardware.assumed else 'not measured'}"
 
 
 def assumed(kind: str, capacity: Capacity, same_device: Sequence[tuple[str, str]] = ()) -> Hardware:

@@ -20,6 +20,7 @@ from flexengine.plan.formatting import clock, count, digits, percent, place_name
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.min_memory import capacity_for, laid_out, smallest
+from flexengine.plan.rates import timed
 from flexengine.plan.terms import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.workload import Workload
 
@@ -139,7 +140,7 @@ def plan_line(cost: Cost, prediction: Prediction) -> str:
         f"block of {block} ({count(batches, 'gpu_batch', 'gpu_batches')})",
         f"bottleneck: {waits_for(prediction.bottleneck, shared)}",
     ]
-    if cost.hardware.measured:
+    if cost.hardware.measured or timed(cost.hardware, cost.model):
         rate = prediction.tokens / prediction.total_seconds
         parts.append(f"predicted: at most {clock(prediction.total_seconds)}, {digits(rate)} tok/s")
     return f"plan: {'; '.join(parts)}"

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,19 +17,21 @@ from flexengine.engine.survey import PromptReader, Refused
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.inputs import InputRows
 from flexengine.lossy import Lossy
+from flexengine.measure import machine as machine_rates
 from flexengine.measure import store
-from flexengine.measure.machine import quick_rates
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.min_memory import smallest
-from flexengine.plan.rates import assumed
+from flexengine.plan.rates import assumed, origin, timed
 from flexengine.plan.workload import Workload
 from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.run import main
-from flexengine.tier.machine import Machine
+from flexengine.tier.machine import Links, Machine
 from flexengine.worker.open_model import OpenModel, open_model
 from tests.helpers.families import NEW
+from tests.helpers.listening import listening
+from tests.helpers.measuring import measure_quickly
 from tests.helpers.plans import machine_of
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -112,73 +115,133 @@ class Recorder:
         return self.measured if measure else self.cached
 
 
-@pytest.mark.parametrize(("rows", "worth"), [(8, False), (30_000_000, True)])
-def test_a_machine_is_measured_before_long_jobs_only(
-    families: Any, monkeypatch: pytest.MonkeyPatch, rows: int, worth: bool
+@pytest.mark.parametrize(("seconds", "least", "worth"), [
+    (449.0, 0.0, False), (450.0, 0.0, True), (5000.0, 4600.0, False), (5000.0, 4550.0, True), (9e9, 9e9, False),
+])  # fmt: skip
+def test_measuring_pays_if_a_better_plan_can_save_ten_times_as_much(seconds: float, least: float, worth: bool) -> None:
+    assert planning.pays(seconds, least, 45.0) == worth
+
+
+@pytest.mark.parametrize(("seconds", "least", "worth"), [(1.0, 0.5, False), (5e3, 4.9e3, False), (5e3, 1e3, True)])
+def test_everything_is_measured_before_jobs_that_this_may_shorten(
+    families: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, least: float, worth: bool
 ) -> None:
-    capacity = Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)
-    recorder = Recorder(None, assumed("cpu", capacity))
+    """A message says so before. least: seconds with unlimited memory."""
+
+    def search(_facts: Any, known: Hardware, *_: Any) -> Any:
+        return SimpleNamespace(best=SimpleNamespace(seconds=seconds if known.device_bytes else least))
+
+    recorder = Recorder(None, assumed("cpu", Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)))
+    monkeypatch.setattr(planning, "search", search)
     monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
+    monkeypatch.setattr("flexengine.measure.store.obtain_quickly", lambda *_: (recorder.measured, False))
+    with Engine(families("llama").directory, device="cpu") as engine, listening() as heard:
+        for _ in range(2):  # what was measured is known from then on
+            engine.planner.search(Workload({(8, 8): 8}))
+            assert recorder.asked.count(True) == int(worth)
+    said = "measuring this machine and model takes about 45.0 s; the job is predicted to take 1:23:20, 1:06:40 of which"
+    assert any(text.startswith(said) for text in heard.messages) == worth
+
+
+def test_a_job_that_fits_in_memory_does_not_measure_everything(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes all the time, so other policies shorten it little, however long it is."""
+    recorder = Recorder(None, assumed("cpu", Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)))
+    slow = replace(recorder.measured, cell_seconds=0.1)
+    monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
+    monkeypatch.setattr("flexengine.measure.store.obtain_quickly", lambda *_: (slow, False))
     with Engine(families("llama").directory, device="cpu") as engine:
-        engine.plan(Workload({(8, 8): rows}))
-        assert recorder.asked == ([False, True] if worth else [False])
-        engine.plan(Workload({(8, 8): rows}))  # what was measured is known from then on
-        assert recorder.asked.count(True) == int(worth)
-
-
-@pytest.mark.parametrize(("rows", "device", "quick"), [(8, "sim", 0), (100_000, "sim", 1), (100_000, "cpu", 0)])
-def test_a_few_rates_of_a_device_are_measured_before_short_jobs(
-    families: Any, monkeypatch: pytest.MonkeyPatch, rows: int, device: str, quick: int
-) -> None:
-    """A job of about 10 seconds, or more on a busy machine: measuring all rates would take longer. The rates of the
-    device's links are then known."""
-    monkeypatch.setattr("flexengine.engine.planner.MIN_JOB_SECONDS", float("inf"))
-    recorder = Recorder(None, machine_of(random.Random(1), device))
-    monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
-    calls = list[Hardware]()
-
-    def rates(machine: Machine, opened: OpenModel) -> Hardware:
-        calls.append(quick_rates(machine, opened))
-        return calls[-1]
-
-    monkeypatch.setattr("flexengine.measure.machine.quick_rates", rates)
-    with Engine(families("llama").directory, device=device, device_mem="64M") as engine:
-        before = {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()}
-        for _ in range(2):
-            engine.plan(Workload({(8, 8): rows}))
-        assert len(calls) == quick
+        found = engine.planner.search(Workload({(8, 8): 300_000}))
+        assert found.best.seconds > 450
         assert not any(recorder.asked)
-        assert {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()} == before
-        known = engine.planner.rates.known()
-        assert not known.measured
-        assert known.device_bytes == 64 * 10**6
-        other = assumed(device, engine.core.machine.capacity)
-        for measured, rate in ((known.links["h2d"], other.links["h2d"]), (known.products, other.products)):
-            assert (measured != rate) == bool(quick)
-        assert known.links["disk_read"] == other.links["disk_read"]
-        assert len(known.products) == 1 or not quick  # an assumed table would take precedence over a measured one
 
 
-def test_products_in_the_models_format_are_measured_on_a_machine_that_was_measured_for_others(
-    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A short job does not measure the model's layers, but a moment tells the rates of its products, for later jobs
-    too."""
+@pytest.fixture
+def moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Hardware | None]:
+    """Quick measurements from now on, by the rates that were stored before, with an empty cache."""
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
-    monkeypatch.setattr("flexengine.engine.planner.MIN_JOB_SECONDS", float("inf"))
-    monkeypatch.setattr("flexengine.engine.planner.MIN_QUICK_SECONDS", 0.0)
-    monkeypatch.setattr("flexengine.measure.kernels.SMALL", (128, 1 << 20))
-    lossy, work, known = Lossy(weights="int4", compute="int8"), Workload({(8, 8): 4}), list[Hardware]()
+    measure_quickly(monkeypatch)
+    calls, measure = list[Hardware | None](), machine_rates.measure_quickly
+
+    def counted(known: Hardware | None, machine: Machine, opened: OpenModel) -> tuple[Hardware, dict[str, Any]]:
+        calls.append(known)
+        return measure(known, machine, opened)
+
+    monkeypatch.setattr(machine_rates, "measure_quickly", counted)
+    return calls
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_model_is_measured_for_a_moment_once(
+    families: Any, moments: list[Hardware | None], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Before all but the shortest jobs. Its rates are stored, also for other processes."""
+    monkeypatch.setattr(planning, "MIN_QUICK_SECONDS", 0.05)
+    for rows, calls in ((1, 0), (300, 1), (300, 1)):
+        with Engine(families("llama").directory, device=device) as engine:
+            before = {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()}
+            engine.plan(Workload({(8, 8): rows}))
+            engine.plan(Workload({(8, 8): rows}))
+            assert {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()} == before
+            assert len(moments) == calls
+            known, facts = engine.planner.rates.known(), engine.facts
+        assert not known.measured
+        assert known.assumed
+        assert timed(known, facts) == bool(calls)
+        said = "this model measured for two seconds, offload directories assumed" if calls else "not measured"
+        assert origin(known, facts) == said
+
+
+def test_a_sim_machine_computes_at_the_rates_of_its_cpu(families: Any, moments: list[Hardware | None]) -> None:
+    """Its links are at most as fast as their limits."""
+    directory, links = families("llama").directory, Links(h2d=1e9, disk_read=2e9, disk_write=1e8)
+    with Engine(directory, device="cpu") as engine:
+        engine.plan(Workload({(8, 8): 1_000_000}))
+        own, facts = engine.planner.rates.known(), engine.facts
+    with Engine(directory, device="sim", links=links) as engine:
+        engine.plan(Workload({(8, 8): 1_000_000}))
+        known = engine.planner.rates.known()
+    assert len(moments) == 1
+    assert (known.layers, known.heads, known.attention) == (own.layers, own.heads, own.attention)
+    assert timed(known, facts)
+    assert {lane: table[0][1] for lane, table in known.links.items()} == {
+        "h2d": 1e9, "d2h": 5e9, "disk_read": 1.5e9, "disk_write": 1e8,
+    }  # fmt: skip
+
+
+def test_a_job_corrects_rates_that_were_measured_for_a_moment(
+    families: Any, moments: list[Hardware | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "MIN_QUICK_SECONDS", 0.0)
+    work, seconds = Workload({(8, 8): 100}), list[float]()
     for _ in range(2):
+        with Engine(families("llama").directory, device="cpu") as engine:
+            layout = engine.plan(work)
+            watch = engine.planner.watch(work, layout)
+            seconds.append(float(watch.cost.rates.stack(8)))
+            monkeypatch.setattr(watch, "factors", lambda: {"device": 2.0})
+            engine.planner.rates.learn(watch)
+    assert len(moments) == 1
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+
+
+def test_a_model_in_other_formats_is_measured_on_a_machine_that_was_measured(
+    families: Any, moments: list[Hardware | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers and attention in these formats, not products of other formats, decide the prediction."""
+    monkeypatch.setattr(planning, "MIN_QUICK_SECONDS", 0.0)
+    lossy, work = Lossy(weights="int4", compute="int8", cache="int8"), Workload({(8, 8): 4})
+    for number in range(2):
         with Engine(families("llama").directory, device="cpu", lossy=lossy) as engine:
             machine, opened = engine.core.machine, engine.core.opened
-            if not known:
+            if not number:
                 rates = replace(assumed("cpu", machine.capacity), measured=True, assumed=False)
                 assert not store.save_rates(store.key_of(machine, opened.dtype, opened.files), rates)
+                assert origin(rates, engine.facts) == "measured, but not this model's layers"
             engine.plan(work)
-            known.append(engine.planner.rates.known())
-    assert known[0].products.keys() == {"float16", "float32", "int4 by int8", "int8 by int8"}
-    assert known[1].products == known[0].products
+            known = engine.planner.rates.known()
+            assert origin(known, engine.facts) == "measured, this model for two seconds"
+            assert engine.facts.signatures == {*known.quick} == {*known.layers, *known.heads, *known.attention}
+    assert len(moments) == 1
 
 
 def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +331,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     known = families("llama")
     capacity = Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)
     monkeypatch.setattr("flexengine.measure.store.obtain", Recorder(None, assumed("cpu", capacity)))
+    monkeypatch.setattr("flexengine.measure.store.obtain_quickly", lambda *_: (assumed("cpu", capacity), True))
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
     out = tmp_path / "out.jsonl"

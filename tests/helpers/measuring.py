@@ -20,14 +20,18 @@ def books(machine: Machine) -> list[tuple[int, int, dict[str, int]]]:
 def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a moment for each figure, and little memory."""
     moments = [(links, "COPY_SECONDS"), (links, "SPILL_SECONDS"), (links, "READ_SECONDS"), (kernels, "SECONDS"),
-               (kernels, "WINDOW"), (machine, "SECONDS"), (model, "HEAD_SECONDS"), (attention, "SECONDS")]  # fmt: skip
+               (kernels, "WINDOW"), (machine, "SECONDS"), (model, "HEAD_SECONDS"), (attention, "SECONDS"),
+               (attention, "QUICK_SECONDS"), (links, "QUICK_SECONDS"), (machine, "QUICK_SECONDS")]  # fmt: skip
     for module, name in moments:
         monkeypatch.setattr(module, name, 0.005)
     monkeypatch.setattr(model, "LAYER_SECONDS", 0.1)
+    monkeypatch.setattr(model, "QUICK", ((64, 1, 16), 0.02, 0.005))
+    monkeypatch.setattr(machine, "COPIED", 1 << 20)
     monkeypatch.setattr(streaming, "PASSES_SECONDS", 0.01)
     monkeypatch.setattr(streaming, "DELEGATION_SECONDS", 0.01)
     monkeypatch.setattr(kernels, "SMALL", (128, 1 << 20))
     monkeypatch.setattr(kernels, "TURNS", 1)
+    monkeypatch.setattr(kernels, "QUICK_TURNS", 1)
     for name in ("COPIED", "SPILLED", "WRITTEN"):
         monkeypatch.setattr(links, name, 16 << 20)
     for name in ("COPIES", "READS"):

@@ -97,7 +97,7 @@ def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model, "PASSES", 1)
     monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(2))
     monkeypatch.setattr(model, "unnoticed", nullcontext)
-    monkeypatch.setattr(model, "_head", lambda *args: args[-1])
+    monkeypatch.setattr(model, "_head", lambda *args: args[-2])
     facts: Any = SimpleNamespace(layers=[0, 0], signature=lambda j: "a", output=1, head_signature="head")
     skeleton: Any = None
     machine: Any = None

@@ -13,9 +13,9 @@ import torch
 
 from flexengine import Engine, Lossy, Policy
 from flexengine.engine.options import MachineOptions
-from flexengine.engine.rates import RateStore, this_machine
-from flexengine.measure import kernels, store
+from flexengine.engine.rates import this_machine
 from flexengine.measure import machine as machine_rates
+from flexengine.measure import store
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.rates import Rates
 from flexengine.tier.machine import Machine
@@ -47,24 +47,14 @@ def test_a_broken_file_is_as_none(text: str) -> None:
             store.cached("1" * 32)  # whatever it says, it does not fail
 
 
-def test_products_measured_later_end_corrections_of_what_is_computed_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_measured_later_end_corrections_of_what_is_computed_from_them() -> None:
     """Corrections of links, of other models and of layers that were timed remain."""
     facts = SimpleNamespace(signature="abc".__getitem__, layers=range(3), head_signature="head", output=None)
-    opened, key = SimpleNamespace(facts=facts, dtype=None, files=[]), "3" * 32
     known = hardware(layers={"b": ((1.0, 0.5),)}, corrected=dict.fromkeys(("a", "b", "head", "other", "h2d"), 2.0))
-    store.save_rates(key, known)
     tables = {"int8": ((1.0, 9.0),)}
-    monkeypatch.setattr(store, "key_of", lambda *_: key)
-    monkeypatch.setattr(kernels, "measure_forms", lambda *_: tables)
-    rates = RateStore(SimpleNamespace(capacity=SimpleNamespace(shared=False)), opened)  # type: ignore[arg-type]
-    rates._quick = known
-    assert rates.measure_quickly(known)
-    for found in (store.cached(key), rates._quick):
-        assert found is not None
-        assert (found.products, found.corrected) == (
-            {**known.products, **tables},
-            {"b": 2.0, "other": 2.0, "h2d": 2.0},
-        )
+    found = store.joined(known, {"products": tables}, facts)  # type: ignore[arg-type]
+    assert found.products == {**known.products, **tables}
+    assert found.corrected == {"b": 2.0, "other": 2.0, "h2d": 2.0}
 
 
 def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from flexengine.plan.hardware import Hardware, check_places
 from flexengine.plan.min_memory import fitting, lay_out_given, left_out
 from flexengine.plan.placement import placement_problem
 from flexengine.plan.search import Search, frontier, search, sparse_warning
-from flexengine.plan.search import check as check_memory
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.shell.commands import options as common
@@ -152,8 +151,8 @@ def _report(
     searched: Search | None, prediction: Prediction, compared: Sequence[tuple[str, Policy]],
 ) -> str:  # fmt: skip
     """Return the text to print: a comparison, a frontier, or the report. head: first fields of JSON output."""
-    _, hardware, workload = case
-    title = f"{name} on {explain.machine(hardware)}\n{explain.job_size(workload)}\n\n"
+    model, hardware, workload = case
+    title = f"{name} on {explain.machine(hardware, model)}\n{explain.job_size(workload)}\n\n"
     values: dict[str, Any]
     if compared:
         entries: list[tuple[str, Prediction | FlexError]] = [(args.policy, prediction)]
@@ -238,15 +237,14 @@ def _choose(
 def _measured(args: argparse.Namespace, opened: "OpenModel", workload: Workload, policy: Policy | None) -> Hardware:
     """Return this machine's rates. Raise, before measuring, OutOfMemory if the machine can hold none of the rows, and
     InvalidInput if it lacks a place of the given policy."""
-    from flexengine.engine.rates import RateStore
+    from flexengine.engine.planner import Planner
 
     options = common.machine_options(args)
     with closing(options.machine()) as machine:
         if policy is not None:
             check_places(policy, machine.capacity)
-        fitting(workload, lambda work: check_memory(opened.facts, work, machine.capacity))
         machine.say_no_offload()
-        return RateStore(machine, opened).measured()
+        return Planner(machine, opened, policy=policy).measure(workload)
 
 
 def _other_machine(args: argparse.Namespace) -> Hardware:

@@ -43,7 +43,7 @@ _VERIFY = """
 """
 _DRY_RUN = """
 --dry-run  print the plan and its predictions, and generate nothing; the first time, this converts the model if it must
-           be converted, and measures the machine and the model's layers, for a minute or two; flexengine plan also
+           be converted, and measures the model's layers for about two seconds; flexengine plan also
            plans for other machines
 """
 _LOSSY = """\
@@ -185,8 +185,8 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         planner = engine.planner
         planner.choose_lossy(workload)
         planner.check(workload)  # raises OutOfMemory before measuring if no row fits
-        hardware = planner.rates.measured()
-        plan = planner.plan(workload)
+        planner.rates.measure_quickly(planner.rates.known())
+        plan, hardware = planner.plan(workload), planner.rates.known()
         assert plan.layout is not None
         if message := left_out(workload, plan.largest, plan.refusal):
             print(f"{message}\n")

@@ -207,7 +207,7 @@ def _engine(engine: Mapping[str, Any], facts: Facts) -> Iterator[Finding]:
         text = f"torch {torch['version']} was built without oneDNN, which plain torch kernels need"
         yield Finding(STOPS, 85, text, "apt install g++, or install pip's build of torch for Linux")
     if torch and engine.get("rates") is None:
-        text = "this machine's rates are not measured yet: the first job predicted to take over a minute does so"
+        text = "this machine's rates are not measured yet: a job does so if that may shorten it"
         yield Finding(NOTE, 12, text, "flexengine measure")
 
 

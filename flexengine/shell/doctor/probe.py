@@ -68,7 +68,8 @@ def stored_rates(machine: Machine, disks: list[Path]) -> dict[str, Any] | None:
     for key in {store.key_of(machine, dtype, [place]) for dtype in _DTYPES for place in disks}:
         file = cache_root() / "hardware" / f"{key}.json"
         with suppress(OSError, ValueError):
-            stored.append((file.stat().st_mtime, Hardware.load(file)))
+            if (hardware := Hardware.load(file)).measured:
+                stored.append((file.stat().st_mtime, hardware))
     if not stored:
         return None
     when, hardware = max(stored, key=lambda pair: pair[0])

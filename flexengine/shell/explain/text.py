@@ -14,6 +14,7 @@ from flexengine.plan.delegation import chosen_share
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import BAR_CHARACTERS, clock, count, digits, lane_name, percent, place_name, size
 from flexengine.plan.hardware import Hardware, Table, at
+from flexengine.plan.rates import origin
 from flexengine.plan.search import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.terms import CACHE, WEIGHTS, fraction, routes
 from flexengine.plan.workload import Workload
@@ -50,7 +51,7 @@ def report(
     """
     words = worker_words(model, hardware, workload, prediction) if alone else []
     parts = [
-        [f"{model_name} on {machine(hardware)}", job_size(workload)],
+        [f"{model_name} on {machine(hardware, model)}", job_size(workload)],
         [*policy_words(prediction.policy), *topk_words(model, prediction)],
         placement(model, workload, prediction, hardware.shared),
         [*memory(prediction, hardware, verbose), *neuron_words(model, prediction)],
@@ -63,10 +64,10 @@ def report(
     return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
 
 
-def machine(hardware: Hardware) -> str:
-    """Return the machine's name, kind and origin of its rates."""
-    origin = "measured" if hardware.measured else "not measured"
-    return f"{hardware.name} ({hardware.kind}, {origin})"
+def machine(hardware: Hardware, model: ModelFacts | None = None) -> str:
+    """Return the machine's name, kind and origin of its rates, for a plan of a model."""
+    words = origin(hardware, model) if model else "measured" if hardware.measured else "not measured"
+    return f"{hardware.name} ({hardware.kind}, {words})"
 
 
 def job_size(workload: Workload) -> str:

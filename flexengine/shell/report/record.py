@@ -376,7 +376,7 @@ def planned(watch: SweepMonitor, model: str) -> Planned:
         "activations": tuple(round(share * hidden) for share in prediction.shares(HIDDEN).values()),
     }
     return Planned(
-        hardware=explain.machine(hardware),
+        hardware=explain.machine(hardware, cost.model),
         shared=hardware.shared,
         places=tuple(place_name(place, hardware.shared) for place in layout.places),
         placement=placement,
