@@ -74,7 +74,8 @@ class Core:
         self.verifier = resolve_name(VERIFIER)() if options.verify else None
         name = str(options.model) if options.model is not None else None
         with activity("opening", f"opening {name or 'the demo model'}"):
-            trust = Trust(options.trust_remote_code, self.verifier, options.allow_symlinks)
+            memory = self.machine.capacity.ram
+            trust = Trust(options.trust_remote_code, self.verifier, options.allow_symlinks, memory)
             kind = self.machine.kind
             self.opened = open_model(name, options.dtype, kind, trust, lossy=options.lossy, layers=layers)
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype

@@ -24,7 +24,9 @@ from flexengine.model.tokenizer import opening, token_ids
 MAX_CHOICES = 1000
 
 
-def encode_scored(row: Row, tokenizer: Any, context: int, defaults: SamplingParams, vocabulary: int) -> Request | Row:
+def encode_scored(
+    row: Row, tokenizer: Any, context: int, defaults: SamplingParams, vocabulary: int, most: int | None = None
+) -> Request | Row:
     """Return the request of a row that is scored, or the row with an error.
 
     Args:
@@ -33,9 +35,10 @@ def encode_scored(row: Row, tokenizer: Any, context: int, defaults: SamplingPara
         context: most tokens that the model computes in one sequence.
         defaults: `logprobs` says whether the result has those of each token, unless the row has a field of this name.
         vocabulary: token ids must be smaller.
+        most: most characters of a text that are tokenized at once; None is MOST_CHARACTERS.
     """
     try:
-        choices = _Reading(tokenizer, context, vocabulary).choices(row.request)
+        choices = _Reading(tokenizer, context, vocabulary, most).choices(row.request)
         own = row.request.get("logprobs")
         own = defaults.logprobs if own is None or isinstance(own, list) else own  # a list is of an earlier job
         sampling = SamplingParams(1, logprobs=whole(own), ignore_eos=True)
@@ -47,8 +50,8 @@ def encode_scored(row: Row, tokenizer: Any, context: int, defaults: SamplingPara
 class _Reading:
     """Conversion of a row's fields to targets, for one model."""
 
-    def __init__(self, tokenizer: Any, context: int, vocabulary: int) -> None:
-        self.tokenizer, self.context, self.vocabulary = tokenizer, context, vocabulary
+    def __init__(self, tokenizer: Any, context: int, vocabulary: int, most: int | None) -> None:
+        self.tokenizer, self.context, self.vocabulary, self.most = tokenizer, context, vocabulary, most
 
     def choices(self, request: Mapping[str, Any]) -> tuple[tuple[Target, ...], ...]:
         """Return the targets of a row by choice. Raise InvalidInput for fields that cannot be scored."""
@@ -69,7 +72,7 @@ class _Reading:
         if isinstance(context, str) and isinstance(continuation, str):
             check_text("context", context)
             check_text(name, continuation)
-            bounded = None if self.tokenizer is None else BoundedTokenizer(self.tokenizer, self.context + 1)
+            bounded = None if self.tokenizer is None else BoundedTokenizer(self.tokenizer, self.context + 1, self.most)
             pair = partial(split, bounded, context, continuation)
             begin, rest = tokenized(name, self.tokenizer, pair, "token ids")
         elif isinstance(continuation, str) or (isinstance(context, str) and context):
@@ -99,7 +102,8 @@ class _Reading:
         """
         if isinstance(text, str):
             check_text("text", text)
-            bounded = None if self.tokenizer is None else BoundedTokenizer(self.tokenizer, sys.maxsize)  # any length
+            unlimited = sys.maxsize  # tokens
+            bounded = None if self.tokenizer is None else BoundedTokenizer(self.tokenizer, unlimited, self.most)
             encode = partial(token_ids, bounded, text, special=False)
             ids = tokenized("text", self.tokenizer, encode, "token ids")
         else:

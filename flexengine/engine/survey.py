@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.job.bounds import most_characters
 from flexengine.job.chats import chat_fault
 from flexengine.job.rows import Request, Row, encode, row_of
 from flexengine.model.skeleton import Skeleton
@@ -196,13 +197,15 @@ class PromptReader:
         now: local time that chat templates read: that at which the job began; None is the time of each conversion.
     """
 
-    def __init__(self, tokenizer: Any, skeleton: Skeleton, shares: bool) -> None:
+    def __init__(self, tokenizer: Any, skeleton: Skeleton, shares: bool, memory: int | None = None) -> None:
         """Convert prompts for the model of `skeleton`.
 
         Args:
             tokenizer: None if the checkpoint has none.
             shares: whether sequences share common prefixes.
+            memory: most bytes that tokenizing a text may take; None for no limit.
         """
+        self.most = most_characters(memory)
         self.tokenizer, self.context = tokenizer, skeleton.context_length or _ENDLESS
         self.now: datetime | None = None
         self.shares, self.vocabulary = shares, skeleton.head[1][0]
@@ -237,7 +240,7 @@ class PromptReader:
                 continue
             score = "flexengine.engine.scoring:encode_scored"
             encoder = resolve_name(score) if scored else partial(encode, now=self.now)
-            item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary)
+            item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary, most=self.most)
             try:
                 if isinstance(item, Request):
                     edits = item.sampling.stop, item.sampling.bad_words, item.sampling.logit_bias

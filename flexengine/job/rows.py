@@ -143,6 +143,7 @@ def encode(
     defaults: SamplingParams,
     vocab_size: int | None = None,
     now: datetime | None = None,
+    most: int | None = None,
 ) -> Request | Row:
     """Return the request of a row, or the row with an error if it cannot be run.
 
@@ -152,10 +153,11 @@ def encode(
         defaults: sampling parameters of fields that the row does not have.
         vocab_size: token ids must be smaller; None takes the tokenizer's.
         now: local time that chat templates read; None is the time of the call.
+        most: most characters of a text; None is MOST_CHARACTERS.
     """
     if row.error is not None:
         return row
-    tokenizer = None if tokenizer is None else BoundedTokenizer(tokenizer, context_length)
+    tokenizer = None if tokenizer is None else BoundedTokenizer(tokenizer, context_length, most)
     request = row.request
     try:
         check_format(request)

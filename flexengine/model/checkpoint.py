@@ -29,8 +29,8 @@ from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.files import ADAPTER_WEIGHTS, check_content, indexed_files, regular_file
 from flexengine.read_retries import opened
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 _MAX_DIMENSIONS = 64  # torch's limit
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 # Buffers that old checkpoints contain, although models compute them.
@@ -122,9 +122,9 @@ def _no_constant(name: str) -> NoReturn:
 def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Origin:
     begin, end = entry["data_offsets"]
     shape: tuple[int, ...] = tuple(entry["shape"])
-    if entry["dtype"] not in _DTYPES:
+    if entry["dtype"] not in DTYPES:
         raise BadCheckpoint(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
-    dtype = _DTYPES[entry["dtype"]]
+    dtype = DTYPES[entry["dtype"]]
     if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
         raise BadCheckpoint(f"{path}: tensor {name} has offsets {begin}..{end} and shape {shape[:_MAX_DIMENSIONS]}")
     if end - begin != math.prod(shape) * dtype.itemsize or base + end > size:

@@ -1,9 +1,10 @@
-"""Conversion of GGUF files into model directories, tensor by tensor.
+"""Conversion of GGUF files into model directories, some rows of a tensor at a time.
 
 Config keys, tensor names and permutations come from the functions of transformers that
-`from_pretrained(gguf_file=...)` uses, called so that at most one tensor is in memory. `from_pretrained` silently drops
-tensors without a target, RoPE scaling, ends of turns and most pre-tokenizers (gguf_pre.py); here they are carried over
-or refused.
+`from_pretrained(gguf_file=...)` uses. They reorder row numbers here instead of weights (as in checkpoint.py), so that
+no whole tensor is in memory, except one that they change in another way. `from_pretrained` silently drops tensors
+without a target, RoPE scaling, ends of turns and most pre-tokenizers (gguf_pre.py); here they are carried over or
+refused.
 """
 
 import json
@@ -11,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,33 +23,40 @@ import torch
 from flexengine.activity import activity, message
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel, is_fault
 from flexengine.model.config import check_backed, check_limits, size_of
-from flexengine.model.gguf_header import GgufTensor, Header, read_header
+from flexengine.model.gguf_header import GgufTensor, Header, read_header, write_outline
 from flexengine.model.gguf_pre import byte_level, end_tokens
-from flexengine.model.shards import write_shards
+from flexengine.model.shards import PIECE_BYTES, StoredTensor, check_memory, pieces_of, write_shards
 from flexengine.read_retries import opened
 
-_CHUNK_BYTES = 16 * 2**20  # float32 bytes dequantised at a time
+_WHOLE_COPIES = 5  # of a tensor in float32 that are in memory if it is converted whole
+_ROWS = 1 << 40  # more than any tensor has
 _KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NO_TOKENIZER = ("", "none", "no_vocab")  # as llama.cpp takes them
 _ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
-_ROPE_FREQS = "rope_freqs.weight"
+_ROPE_FREQS, _MAX_FREQS = "rope_freqs.weight", 1 << 16
+Group = list[GgufTensor]  # tensors that are made into one parameter
+Array = np.ndarray[Any, Any]
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
 
-def conversion(path: Path, trust_remote_code: bool) -> tuple[list[Path], Callable[[Path], None]]:
-    """Return the file, and the function that writes its conversion. Such a file holds no code."""
-    return [path], partial(convert, path)
+def conversion(
+    path: Path, trust_remote_code: bool, memory: int | None = None
+) -> tuple[list[Path], Callable[[Path], None]]:
+    """Return the file, and the function that writes its conversion. Such a file holds no code. memory: as for
+    `convert`."""
+    return [path], partial(convert, path, memory=memory)
 
 
-def convert(path: Path, directory: Path) -> None:
+def convert(path: Path, directory: Path, memory: int | None = None) -> None:
     """Write a GGUF file as config.json, generation_config.json, tokenizer files and safetensors into `directory`.
 
     Quantised tensors become float32; F16, BF16 and F32 keep their dtypes. config.dtype is float32 if any tensor was
     quantised. Raise BadCheckpoint if the file is damaged, UnsupportedModel if it needs a feature that is not supported,
-    and OutOfMemory if the disk is full."""
+    and OutOfMemory if the disk is full, or a tensor that must be converted whole needs more bytes than `memory`, if
+    given."""
     header = read_header(path, _ARRAYS)
     try:
-        _write(header, directory)
+        _write(header, directory, memory)
     except FlexError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -56,10 +64,10 @@ def convert(path: Path, directory: Path) -> None:
         raise BadCheckpoint(f"{path} contradicts itself: {type(error).__name__}: {error}") from error
 
 
-def _write(header: Header, directory: Path) -> None:
+def _write(header: Header, directory: Path, memory: int | None) -> None:
     from transformers import AutoModelForCausalLM
 
-    path, config = header.path, _config(header)
+    path, config = header.path, _config(header, directory)
     try:
         with torch.device("meta"):  # names, shapes, tied weights and the generation config
             model: Any = AutoModelForCausalLM.from_config(config)
@@ -69,12 +77,13 @@ def _write(header: Header, directory: Path) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing = set(expected) - set(getattr(model, "all_tied_weights_keys", {}))
 
-    def tensors() -> Iterator[tuple[Path, str, torch.Tensor]]:
-        for name, tensor in _tensors(header, config, model):
-            if expected.get(name) != tuple(tensor.shape):
-                raise BadCheckpoint(f"{path}: {name} has shape {tuple(tensor.shape)}, config says {expected.get(name)}")
+    def tensors() -> Iterator[StoredTensor]:
+        for tensor in _tensors(header, config, model, memory):
+            name, shape = tensor.name, tensor.shape
+            if expected.get(name) != shape:
+                raise BadCheckpoint(f"{path}: {name} has shape {shape}, config says {expected.get(name)}")
             missing.discard(name)
-            yield path, name, tensor
+            yield tensor
 
     sizes = (math.prod(x.shape) * (2 if x.kind.name in ("F16", "BF16") else 4) for x in header.tensors)
     write_shards(path, directory, sum(sizes), tensors())
@@ -88,18 +97,22 @@ def _write(header: Header, directory: Path) -> None:
         _save_tokenizer(header, config, directory)
 
 
-def _config(header: Header) -> Any:
+def _config(header: Header, directory: Path) -> Any:
     """Return the transformers config of the file, with the dtype of its weights, its RoPE scaling, and the sizes that
-    transformers reads for some families only."""
+    transformers reads for some families only. directory: for a file that is removed again."""
     from transformers import AutoConfig
 
     path = header.path
     check_limits(path, {key: value for key, value in header.values.items() if key not in _ARRAYS})
+    outline = directory / "outline.gguf"
+    write_outline(header, outline)
     try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(directory, gguf_file=outline.name)
         size = size_of(config)
     except Exception as error:
         raise UnsupportedModel(f"{path}: transformers has no config for it: {error}") from error
+    finally:
+        outline.unlink()
     check_backed(path, size, [math.prod(tensor.shape) for tensor in header.tensors])
     kinds = {tensor.kind.name for tensor in header.tensors}
     plain = kinds <= set(_KEPT) and next((kind for kind in ("BF16", "F16") if kind in kinds), None)
@@ -143,46 +156,121 @@ def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str]
     return names, targets
 
 
-def _tensors(header: Header, config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (transformers name, tensor): fp32, or in 16 bits if the file stores them so and the conversion is exact.
-    Tensors that are merged into one parameter are read in succession."""
+def _tensors(header: Header, config: Any, model: Any, memory: int | None) -> Iterator[StoredTensor]:
+    """Yield the parameters: fp32, or in 16 bits if the file stores them so and the conversion is exact. Raise
+    OutOfMemory first if one needs more bytes than `memory`, if given."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     names, targets = _targets(header, processor, model)
-    first = {target: number for number, target in reversed(list(enumerate(targets.values())))}
-    ordered = sorted(targets, key=lambda tensor: first[targets[tensor]])
-    for _, group in groupby(ordered, key=lambda tensor: targets[tensor]):
-        merged: dict[str, torch.Tensor] = {}
-        for tensor in group:
-            weights = _read(header.path, tensor)
+
+    def processed(group: Group, weights: Callable[[int, GgufTensor], Any]) -> dict[str, Any]:
+        """Return the arrays of the parameters that a group is made into, by name."""
+        merged, found = dict[str, Any](), dict[str, Any]()
+        for number, tensor in enumerate(group):
             more = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": merged}}
-            done = processor.process(weights=weights, name=tensor.name, **more)
+            done = processor.process(weights=weights(number, tensor), name=tensor.name, **more)
             if done.name is not None:
-                values = torch.from_numpy(np.ascontiguousarray(done.weights))
-                half = values.to(_KEPT.get(tensor.kind.name, torch.float32))
-                yield names[done.name], half if torch.equal(half.to(torch.float32), values) else values
-        yield from merged.items()
+                found[names[done.name]] = done.weights
+        return found | {name: tensor.numpy() for name, tensor in merged.items()}
+
+    groups = dict[str, Group]()
+    for tensor, target in targets.items():
+        groups.setdefault(target, []).append(tensor)
+    rows = {target: _rows_of(group, processed) for target, group in groups.items()}
+    for target in (target for target, numbers in rows.items() if numbers is None):
+        needed = sum(_WHOLE_COPIES * 4 * math.prod(tensor.shape) for tensor in groups[target])
+        check_memory(f"{target} of {header.path}, which is converted whole,", needed, memory)
+    for target, group in groups.items():
+        if (found := rows[target]) is None:
+            yield from _whole_tensors(header.path, group, processed)
+            continue
+        kinds, columns = {tensor.kind.name for tensor in group}, group[0].shape[-1]
+        dtype = _KEPT.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+        for name, numbers in found.items():
+            pieces = _row_pieces(header.path, group, numbers.reshape(-1), dtype)
+            yield StoredTensor(header.path, name, dtype, (*numbers.shape[:-1], columns), pieces)
 
 
-def _read(path: Path, tensor: GgufTensor) -> np.ndarray[Any, Any]:
-    """Return one tensor as float32. It is read, not mapped, so that file pages do not count as process memory."""
+def _rows_of(group: Group, processed: Callable[..., dict[str, Any]]) -> dict[str, Array] | None:
+    """Return, for each parameter that is made of some tensors, the numbers of the rows that it consists of, each tensor
+    number * _ROWS + row, in the shape of the parameter with one column. None if not only rows are moved."""
+    counts = [math.prod(tensor.shape[:-1]) for tensor in group]
+    if min(counts) == 1 or len({tensor.shape[-1] for tensor in group}) > 1:
+        return None
+
+    def numbered(number: int, tensor: GgufTensor) -> Array:
+        return (np.arange(counts[number]) + number * _ROWS).reshape(*tensor.shape[:-1], 1)
+
+    try:
+        with np.errstate(all="ignore"):
+            found = processed(group, numbered)
+    except ValueError:  # it needs the shape of the weights
+        return None
+    every = np.sort(np.concatenate([numbers.reshape(-1) for numbers in found.values()]))
+    right = np.concatenate([numbered(number, tensor).reshape(-1) for number, tensor in enumerate(group)])
+    columns = {numbers.shape[-1] for numbers in found.values()}
+    return found if columns == {1} and np.array_equal(every, right) else None
+
+
+def _whole_tensors(path: Path, group: Group, processed: Callable[..., dict[str, Any]]) -> Iterator[StoredTensor]:
+    """Yield the parameters that some tensors are made into, which are in memory."""
+    kept = _KEPT.get(group[0].kind.name, torch.float32)
+    for name, weights in processed(group, lambda _, tensor: _read(path, tensor)).items():
+        values = torch.from_numpy(np.ascontiguousarray(weights))
+        half = values.to(kept)
+        values = half if torch.equal(half.to(torch.float32), values) else values
+        yield StoredTensor(path, name, values.dtype, tuple(values.shape), pieces_of(values))
+
+
+def _row_pieces(path: Path, group: Group, numbers: Array, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield rows of some tensors, by their numbers, as a dtype: that of all of these tensors, or else float32."""
+    columns = group[0].shape[-1]
+    step = max(1, PIECE_BYTES // (4 * columns))
+    for low in range(0, len(numbers), step):
+        sources, rows = np.divmod(numbers[low : low + step], _ROWS)
+        out = torch.empty(len(rows), columns, dtype=dtype)
+        for number in np.unique(sources):
+            of_this = torch.from_numpy(sources == number)
+            stored = _read_rows(path, group[number], rows[sources == number])
+            out[of_this] = _numbers(path, group[number], stored, dtype)
+        yield out
+
+
+def _read(path: Path, tensor: GgufTensor) -> Array:
+    """Return one tensor as float32."""
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    pieces = _row_pieces(path, [tensor], np.arange(rows), torch.float32)
+    out, low = np.empty((rows, columns), dtype=np.float32), 0
+    for piece in pieces:
+        out[low : low + len(piece)] = piece.numpy()
+        low += len(piece)
+    return out.reshape(tensor.shape)
+
+
+def _read_rows(path: Path, tensor: GgufTensor, rows: Array) -> Array:
+    """Return the stored bytes of some rows, uint8 [rows, bytes]. They are read, not mapped, so that file pages do not
+    count as process memory."""
+    nbytes = tensor.nbytes // math.prod(tensor.shape[:-1])
+    stored, ends = np.empty((len(rows), nbytes), dtype=np.uint8), [*np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)]
+    with opened(path) as file:
+        for low, high in pairwise([0, *ends]):
+            file.seek(tensor.offset + int(rows[low]) * nbytes)
+            if file.readinto(stored[low:high].data.cast("B")) != (high - low) * nbytes:
+                raise BadCheckpoint(f"{path} ends before byte {tensor.offset + tensor.nbytes}")
+    return stored
+
+
+def _numbers(path: Path, tensor: GgufTensor, stored: Array, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows of a tensor as a dtype, from their stored bytes."""
     from gguf.quants import dequantize
 
-    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-    stored = np.empty((rows, tensor.nbytes // rows), dtype=np.uint8)
-    with opened(path) as file:
-        file.seek(tensor.offset)
-        if file.readinto(stored.data.cast("B")) != tensor.nbytes:
-            raise BadCheckpoint(f"{path} ends before byte {tensor.offset + tensor.nbytes}")
-    out = np.empty((rows, columns), dtype=np.float32)
-    step = max(1, _CHUNK_BYTES // (4 * columns))
+    if (kept := _KEPT.get(tensor.kind.name)) is not None:
+        return torch.from_numpy(stored).view(kept).to(dtype)
     try:
-        for low in range(0, rows, step):
-            out[low : low + step] = dequantize(stored[low : low + step], tensor.kind)
+        return torch.from_numpy(dequantize(stored, tensor.kind))
     except NotImplementedError as error:
         raise UnsupportedModel(f"{path}: {tensor.name}: {error}") from error
-    return out.reshape(tensor.shape)
 
 
 def _carry_rope(header: Header, config: Any) -> None:
@@ -198,6 +286,8 @@ def _carry_rope(header: Header, config: Any) -> None:
     stored = next((tensor for tensor in header.tensors if tensor.name == _ROPE_FREQS), None)
     if stored is None:
         return
+    if math.prod(stored.shape) > _MAX_FREQS:
+        raise BadCheckpoint(f"{path}: {_ROPE_FREQS} has the shape {stored.shape}; at most {_MAX_FREQS} are read")
     divisors = _read(path, stored).ravel()
     if (divisors == 1).all():
         return

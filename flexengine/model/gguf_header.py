@@ -19,6 +19,9 @@ _STRING, _ARRAY = 8, 9
 _MAX_TEXT_BYTES = 16 * 2**20  # limit in bytes of a string; chat templates are the longest
 _ALIGNMENTS = [2**power for power in range(3, 21)]
 _MAX_ELEMENTS = 2**24  # limit of an array; the largest vocabularies have under a million tokens
+_MAX_OUTLINED = 2**16  # bytes of a value in an outline
+_TOKENS = "tokenizer.ggml.tokens"
+_COUNTED = ("gpt2", "starcoder2")  # for these transformers counts the tokens, whatever vocab_size is
 _MAX_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousands of tensors and tens of values
 
 
@@ -36,11 +39,14 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of a GGUF file. values: scalar and string metadata, and the arrays that were to be read."""
+    """Header of a GGUF file. values: scalar and string metadata, and the arrays that were to be read. places: first and
+    last byte + 1 of each key with its value; table: those of the table of tensors."""
 
     path: Path
     values: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
+    places: Mapping[str, tuple[int, int]]
+    table: tuple[int, int]
 
     def text(self, key: str) -> str:
         """Return a metadata value as a string, "" if the key is missing."""
@@ -73,22 +79,48 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> Header:
     return header
 
 
-def _tables(data: mmap.mmap, arrays: Collection[str]) -> tuple[dict[str, Any], tuple[GgufTensor, ...]]:
-    """Return metadata and tensors of a mapped file (version 2 or 3, little-endian), from its fifth byte on. Raise
-    ValueError, KeyError, ArithmeticError or struct.error if the header is not valid."""
+def write_outline(header: Header, path: Path) -> None:
+    """Write a GGUF file that has the header of another one, except values of more than _MAX_OUTLINED bytes, such as a
+    vocabulary, and a hole in place of the tensors. The size of the vocabulary is in `vocab_size` instead.
+
+    gguf.GGUFReader, with which transformers reads the config, takes 2 kB for each token and merge."""
+    key, tokens = f"{header.architecture}.vocab_size", header.values.get(_TOKENS) or ()
+    counted = header.architecture in _COUNTED
+    with opened(header.path) as file, path.open("wb") as out:
+
+        def bytes_at(begin: int, end: int) -> bytes:
+            file.seek(begin)
+            return file.read(end - begin)
+
+        small = {name for name, (begin, end) in header.places.items() if end - begin <= _MAX_OUTLINED}
+        entries = [
+            bytes_at(*header.places[name]) for name in small | ({_TOKENS} & {*header.places} if counted else set())
+        ]
+        if tokens and key not in header.values and not counted:
+            entries.append(struct.pack("<Q", len(key)) + key.encode() + struct.pack("<II", 4, len(tokens)))
+        out.write(b"GGUF" + struct.pack("<IQQ", 3, len(header.tensors), len(entries)) + b"".join(entries))
+        out.write(bytes_at(*header.table))
+        out.truncate(out.tell() + max(_ALIGNMENTS) + os.fstat(file.fileno()).st_size - header.table[1])
+
+
+def _tables(data: mmap.mmap, arrays: Collection[str]) -> tuple[Any, ...]:
+    """Return the fields of `Header` after the path, of a mapped file (version 2 or 3, little-endian), from its fifth
+    byte on. Raise ValueError, KeyError, ArithmeticError or struct.error if the header is not valid."""
     data.seek(4)
     version, tensor_count, value_count = _numbers(data, "IQQ")
     if version not in (2, 3):
         raise ValueError(f"version {version} is not 2 or 3")
     if max(tensor_count, value_count) > _MAX_ENTRIES:
         raise ValueError(f"{tensor_count} tensors and {value_count} values are more than any file has")
-    values: dict[str, Any] = {}
+    values, places = dict[str, Any](), dict[str, tuple[int, int]]()
     for _ in range(value_count):
+        begin = data.tell()
         key, (kind,) = _string(data), _numbers(data, "I")
         if key in values:
             raise ValueError(f"{key!r} is there twice")
         values[key] = _value(data, kind, key in arrays)
-    infos = []
+        places[key] = begin, data.tell()
+    infos, begin = [], data.tell()
     for _ in range(tensor_count):
         name, (dimensions,) = _string(data), _numbers(data, "I")
         if not 1 <= dimensions <= 4:
@@ -97,6 +129,7 @@ def _tables(data: mmap.mmap, arrays: Collection[str]) -> tuple[dict[str, Any], t
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
         raise ValueError(f"alignment {alignment} is not a power of 2 up to {_ALIGNMENTS[-1]}")
+    table = begin, data.tell()
     start = -(-data.tell() // alignment) * alignment
     tensors = tuple(_stored(len(data), start, *info) for info in infos)
     if len({tensor.name for tensor in tensors}) != len(tensors):
@@ -104,7 +137,7 @@ def _tables(data: mmap.mmap, arrays: Collection[str]) -> tuple[dict[str, Any], t
     for before, after in pairwise(sorted(tensors, key=lambda tensor: tensor.offset)):
         if before.offset + before.nbytes > after.offset:
             raise ValueError(f"tensors {before.name} and {after.name} overlap")
-    return values, tensors
+    return values, tensors, places, table
 
 
 def _numbers(data: mmap.mmap, form: str) -> tuple[Any, ...]:

@@ -6,27 +6,34 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flexengine.errors import BadCheckpoint
+from flexengine.errors import BadCheckpoint, FlexError
 from flexengine.model.files import indexed_files, model_file
-from flexengine.model.shards import write_shards
+from flexengine.model.shards import StoredTensor, check_memory, pieces_of, write_shards
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
-def conversion(path: Path, trust_remote_code: bool) -> tuple[list[Path], Callable[[Path], None]]:
+def conversion(
+    path: Path, trust_remote_code: bool, memory: int | None = None
+) -> tuple[list[Path], Callable[[Path], None]]:
     """Return the files of a directory with pytorch_model*.bin, and the function that writes their conversion.
-    trust_remote_code: copy its Python files too."""
+
+    Args:
+        trust_remote_code: copy its Python files too.
+        memory: as for `convert_bin`.
+    """
     patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
     small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
     copied = [model_file(file) for file in small if not file.name.endswith(".bin.index.json")]
     shards = bin_shards(path)
-    return [*shards, *copied], partial(convert_bin, shards, copied)
+    return [*shards, *copied], partial(convert_bin, shards, copied, memory=memory)
 
 
 def bin_shards(path: Path) -> list[Path]:
@@ -38,30 +45,42 @@ def bin_shards(path: Path) -> list[Path]:
     return [model_file(file) for file in sorted(path.glob("pytorch_model*.bin"))]
 
 
-def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path) -> None:
-    """Write the tensors of .bin files as safetensors, and copy small files. One .bin file is mapped at a time.
+def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path, memory: int | None = None) -> None:
+    """Write the tensors of .bin files as safetensors, and copy small files. The .bin files are mapped, except those of
+    before torch 1.6.
 
-    Pickles are read with weights_only=True: a file with other objects than tensors is refused with BadCheckpoint, never
-    executed. Raise OutOfMemory if the disk is too small."""
-    write_shards(shards[0].parent, directory, sum(file.stat().st_size for file in shards), _tensors(shards))
+    Pickles are read with weights_only=True: a file with other objects than dense tensors is refused with BadCheckpoint,
+    never executed. Raise OutOfMemory if the disk is too small, or a file that cannot be mapped has more bytes than
+    `memory`, if given."""
+    write_shards(shards[0].parent, directory, sum(file.stat().st_size for file in shards), _tensors(shards, memory))
     for file in copied:
         shutil.copyfile(file, directory / file.name)
 
 
-def _tensors(shards: Sequence[Path]) -> Iterator[tuple[Path, str, torch.Tensor]]:
+def _tensors(shards: Sequence[Path], memory: int | None) -> Iterator[StoredTensor]:
     for file in shards:
-        state = _load_bin(file)
+        state = _load_bin(file, memory)
+        mapped = _mapping(file)
         while state:
             name, tensor = state.popitem()
-            yield file, name, tensor.detach().clone().contiguous()
-            _forget(tensor)
+            yield StoredTensor(file, name, tensor.dtype, tuple(tensor.shape), _pieces(tensor.detach(), mapped))
 
 
-def _load_bin(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, the last one first. Raise BadCheckpoint if it holds others than dense ones."""
-    try:  # files written before torch 1.6 are no zip archives and cannot be mapped
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_stored_zip(file))
-    except BadCheckpoint:
+def _pieces(tensor: torch.Tensor, mapped: range) -> Iterator[torch.Tensor]:
+    for piece in pieces_of(tensor):
+        yield piece
+        _forget(piece, mapped)
+    _forget(tensor.untyped_storage(), mapped)  # of a tensor whose pieces are copies
+
+
+def _load_bin(file: Path, memory: int | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, the last one first. Raise as `convert_bin`."""
+    try:
+        if not (mapped := _is_stored_zip(file)):  # files from before torch 1.6 are read whole
+            remedy = "; or take the model's safetensors checkpoint, or save the file again with a newer torch"
+            check_memory(f"{file} of a format that cannot be read in parts", file.stat().st_size, memory, remedy)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except FlexError:
         raise
     except Exception as error:
         # torch's own text advises to load the file with weights_only=False, which would run code in it.
@@ -74,8 +93,9 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
     ):
         raise BadCheckpoint(f"{file} is refused: it does not hold a plain dictionary of tensors")
     for name, tensor in state.items():
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            kind = "quantised" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+        odd = tensor.is_quantized or tensor.is_neg()
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or odd:
+            kind = "quantised or negated" if odd else f"{tensor.layout} on {tensor.device}"
             raise BadCheckpoint(f"{file} is refused: tensor {name} is {kind}; only dense tensors are converted")
         if tensor.nbytes > (held := tensor.untyped_storage().nbytes()):
             claim = f"tensor {name} claims {tensor.nbytes:,} bytes of a storage of {held:,}"
@@ -93,18 +113,21 @@ def _is_stored_zip(file: Path) -> bool:
     return True
 
 
-def _forget(tensor: torch.Tensor) -> None:
-    """Drop the resident pages of a mapped, unmodified tensor, which otherwise count as memory until the file is closed.
+def _mapping(file: Path) -> range:
+    """Return the addresses at which a file is mapped; none if it is not."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+            if line.endswith(f" {file.resolve()}"):
+                return range(*(int(address, 16) for address in line.partition(" ")[0].split("-")))
+    return range(0)
 
-    Only for tensors of torch.load(mmap=True), as a private file mapping is read again on access. Only whole pages
-    inside the storage are dropped; heap memory is not touched.
-    """
-    storage = tensor.untyped_storage()
-    if storage.filename is None:
-        return
-    page = mmap.PAGESIZE
-    start = -(-storage.data_ptr() // page) * page
-    size = (storage.data_ptr() + storage.nbytes()) // page * page - start
-    if size > 0:
+
+def _forget(data: torch.Tensor | torch.UntypedStorage, mapped: range) -> None:
+    """Drop the resident pages of a part of a mapped, unmodified file, which otherwise count as memory until the file is
+    closed. Only whole pages inside the part are dropped, and read again on access; heap memory is not touched."""
+    begin, nbytes = data.data_ptr(), data.nbytes if isinstance(data, torch.Tensor) else data.nbytes()
+    start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (begin + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if size > 0 and begin in mapped and begin + nbytes <= mapped.stop:
         libc: Any = ctypes.CDLL(None, use_errno=True)
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

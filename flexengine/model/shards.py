@@ -1,4 +1,4 @@
-"""Writers of safetensors files with bounded memory: shards of whole tensors, and files of one encoded parameter."""
+"""Writers of safetensors files with bounded memory: shards of tensors, and files of one encoded parameter."""
 
 import errno
 import json
@@ -7,10 +7,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import safetensors.torch
 import torch
@@ -18,11 +18,14 @@ from torch import Tensor
 
 from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint, OutOfMemory
+from flexengine.model.checkpoint import DTYPES
 from flexengine.read_retries import located
 
 SHARD_BYTES = 128 * 10**6  # most bytes of a shard of several tensors
+PIECE_BYTES = 1 << 24  # of a tensor that are in memory at a time
 INDEX = "model.safetensors.index.json"
 ALIGNMENT = 8  # bytes; safetensors fills up its header with spaces to a multiple
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def check_room(directory: Path, what: str, needed: int) -> None:
@@ -32,6 +35,12 @@ def check_room(directory: Path, what: str, needed: int) -> None:
         used = disk.total - disk.free
         remedy = f"they go to {directory.parent}; set FLEXENGINE_CACHE to a directory with room"
         raise OutOfMemory("disk", what, needed, used, disk.total, remedy)
+
+
+def check_memory(what: str, needed: int, memory: int | None, remedy: str = "") -> None:
+    """Raise OutOfMemory if something needs more bytes than `memory`. remedy: besides more memory."""
+    if memory is not None and needed > memory:
+        raise OutOfMemory("host", what, needed, 0, memory, f"give the engine more (--device-mem, --host-mem){remedy}")
 
 
 def save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -51,52 +60,110 @@ def check_finite(name: str, tensor: Tensor, where: str = "") -> None:
         raise BadCheckpoint(f"{where}tensor {name} holds NaN or infinite values")
 
 
-def write_shards(source: Path, directory: Path, nbytes: int, tensors: Iterable[tuple[Path, str, Tensor]]) -> None:
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint in another format.
+
+    Attributes:
+        file: the file that holds it, for messages.
+        pieces: its elements in order, in contiguous CPU tensors of its dtype, which are read once and in turn.
+    """
+
+    file: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Iterable[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the elements of a tensor in order, in contiguous parts of about PIECE_BYTES at most."""
+    if tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), PIECE_BYTES // tensor.itemsize)
+    else:
+        step = max(1, PIECE_BYTES * len(tensor) // tensor.nbytes)
+        for rows in torch.split(tensor, step):
+            yield from (rows.contiguous(),) if rows.nbytes <= PIECE_BYTES else pieces_of(rows[0])
+
+
+def write_shards(source: Path, directory: Path, nbytes: int, tensors: Iterable[StoredTensor]) -> None:
     """Write the tensors of a checkpoint in another format as safetensors shards with an index, and report it as an
-    activity. At most one shard, or one tensor if it is larger, is in memory.
+    activity. One piece of a tensor is in memory, beside what `tensors` keeps there.
 
     Args:
         source: the checkpoint, for messages.
         directory: to write to.
         nbytes: bytes of all tensors.
-        tensors: file, name and values of each tensor, which is contiguous and owns its memory.
+        tensors: the tensors. Up to SHARD_BYTES of them are taken before their pieces are read.
 
     Raises:
-        BadCheckpoint: a tensor is not finite or occurs twice; the message begins with its file.
+        BadCheckpoint: a tensor is not finite, occurs twice or has a dtype without a name; the message begins with its
+            file.
         OutOfMemory: the disk is full.
     """
     check_room(directory, f"weights of {source}", nbytes)
     kind = "file" if source.is_file() else "model"
     text = f"converting {source.name} to safetensors, once for this {kind} ({nbytes / 1e9:.2f} GB)"
-    held, shards = dict[str, Tensor](), list[list[str]]()  # tensors of the next shard, and names in the others
-    held_bytes = total_bytes = 0
-
-    def flush() -> None:
-        shards.append([*held])
-        save(held, directory / f"shard-{len(shards)}")
-        held.clear()
+    held, shard_of = list[StoredTensor](), dict[str, int]()  # tensors of the next shard, and shards by tensor
+    held_bytes, total_bytes, shards = 0, 0, 1
 
     with activity("converting", text, nbytes, "B", logging.INFO) as work:
-        for file, name, tensor in tensors:
-            if name in held or any(name in shard for shard in shards):
-                raise BadCheckpoint(f"{file}: tensor {name} is there twice")
-            check_finite(name, tensor, f"{file}: ")
+        for tensor in tensors:
+            if tensor.name in shard_of:
+                raise BadCheckpoint(f"{tensor.file}: tensor {tensor.name} is there twice")
+            if tensor.dtype not in _NAMES:
+                raise BadCheckpoint(f"{tensor.file}: tensor {tensor.name} has {tensor.dtype}, which is not supported")
             if held and held_bytes + tensor.nbytes > SHARD_BYTES:
-                flush()
-                held_bytes = 0
-            held[name] = tensor
+                _write_shard(directory / f"shard-{shards}", held, work.advance)
+                held.clear()
+                held_bytes, shards = 0, shards + 1
+            held.append(tensor)
+            shard_of[tensor.name] = shards
             held_bytes += tensor.nbytes
             total_bytes += tensor.nbytes
-            work.advance(tensor.nbytes)
-        if held:
-            flush()
-    weight_map = {}
-    for number, names in enumerate(shards, start=1):
-        final = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        (directory / f"shard-{number}").rename(directory / final)
-        weight_map.update(dict.fromkeys(names, final))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_shard(directory / f"shard-{shards}", held, work.advance)
+    final = {number: f"model-{number:05}-of-{shards:05}.safetensors" for number in range(1, shards + 1)}
+    for number, name in final.items():
+        (directory / f"shard-{number}").rename(directory / name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": {n: final[i] for n, i in shard_of.items()}}
     (directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _write_shard(path: Path, tensors: Iterable[StoredTensor], count_bytes: Callable[[int], object]) -> None:
+    """Write a safetensors file, piece by piece. Raise BadCheckpoint if a tensor is not finite."""
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that all are aligned, as in the library
+    content, end = dict[str, Any](), 0
+    for tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        content[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+    with path.open("wb", buffering=0) as out:
+        _append(out, path, memoryview(_header(content)))
+        for tensor in ordered:
+            for piece in tensor.pieces:
+                check_finite(tensor.name, piece, f"{tensor.file}: ")
+                _append(out, path, piece.view(-1).view(torch.uint8).numpy().data)
+                count_bytes(piece.nbytes)
+
+
+def _header(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a safetensors file before its data. content: entries of its tensors by name."""
+    whole = {"__metadata__": {"format": "pt"}, **content}
+    text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _append(file: FileIO, path: Path, data: memoryview) -> None:
+    """Write bytes to the file at `path`. Raise OSError with the path if that fails."""
+    try:
+        while data.nbytes:
+            data = data[file.write(data) :]
+    except OSError as error:
+        raise located(error, "writing", path, file.tell()) from error
 
 
 class TensorPart(NamedTuple):
@@ -129,8 +196,8 @@ class TensorFiles:
             start, self._left = self.start(part.name)
             self._path = self._files[part.name].with_suffix(".writing")
             self._open = self._path.open("wb", buffering=0)
-            self._append(self._open, memoryview(start))
-        self._append(self._open, data)
+            _append(self._open, self._path, memoryview(start))
+        _append(self._open, self._path, data)
         self._left -= data.nbytes
         if not self._left:
             with self._open as file:
@@ -146,18 +213,7 @@ class TensorFiles:
         tensor, and the bytes of the data."""
         shape = self.shapes[name]
         nbytes = math.prod(shape)
-        tensor = {"dtype": "U8", "shape": shape, "data_offsets": (0, nbytes)}
-        content = {"__metadata__": {"format": "pt"}, name: tensor}
-        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text, nbytes
-
-    def _append(self, file: FileIO, data: memoryview) -> None:
-        try:
-            while data.nbytes:
-                data = data[file.write(data) :]
-        except OSError as error:
-            raise located(error, "writing", self._path, file.tell()) from error
+        return _header({name: {"dtype": "U8", "shape": shape, "data_offsets": (0, nbytes)}}), nbytes
 
     def __enter__(self) -> Self:
         return self

@@ -49,7 +49,11 @@ class ModelSource:
 
 
 def resolve(
-    model: str | None, trust_remote_code: bool = False, verifier: "Verifier | None" = None, allow_symlinks: bool = False
+    model: str | None,
+    trust_remote_code: bool = False,
+    verifier: "Verifier | None" = None,
+    allow_symlinks: bool = False,
+    memory: int | None = None,
 ) -> ModelSource:
     """Return the model as a directory, after downloading and converting it if necessary.
 
@@ -58,10 +62,12 @@ def resolve(
         trust_remote_code: include the model's .py files.
         verifier: compares the model's files, and converted ones, with their checksums before they are read.
         allow_symlinks: read files of a directory that are links to files outside of it.
+        memory: bytes that a conversion may take, besides some pieces of tensors; None for no limit.
 
     Raises:
         ModelNotFound: there is no such model; the message says what to type.
-        BadCheckpoint, UnsupportedModel, OutOfMemory: a file is damaged, cannot be converted, or the disk is full.
+        BadCheckpoint, UnsupportedModel, OutOfMemory: a file is damaged, cannot be converted, or disk or memory is too
+            small.
     """
     path, name = located(model, trust_remote_code, allow_symlinks=allow_symlinks)
     directory = path.is_dir()
@@ -72,7 +78,7 @@ def resolve(
         (verifier.directory if directory else verifier.gguf)(path)
     if conversion is None:
         return ModelSource(path, name)
-    files, build = resolve_name(conversion)(path, trust_remote_code)
+    files, build = resolve_name(conversion)(path, trust_remote_code, memory)
     prepared = resolve_name("flexengine.model.prepare:prepared")
     return ModelSource(prepared(path, files, build, verifier=verifier), name, tuple(files))
 

@@ -124,6 +124,11 @@ class Capacity:
         """Return all places, from near to far."""
         return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers), self.filed))
 
+    @property
+    def ram(self) -> int | None:
+        """Return the bytes of RAM."""
+        return self.device if self.shared else self.host
+
     @cached_property
     def limits(self) -> dict[str, int | None]:
         """Return the bytes by place."""

@@ -265,6 +265,7 @@ class Trust(NamedTuple):
     trust_remote_code: bool = False  # whether the model's own Python code may run
     verifier: "Verifier | None" = None
     allow_symlinks: bool = False
+    memory: int | None = None
 
 
 NO_TRUST = Trust()

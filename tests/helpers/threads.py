@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexengine import Engine
-from flexengine.guests.stages.group import Frame, FrameChannel, PipelineGroup
+from flexengine.guests.stages.group import HIDDENS, Frame, FrameChannel, OrderKind, PipelineGroup
 from flexengine.guests.stages.server import StageServer
 from flexengine.guests.wire.link import HEADER
 
@@ -23,10 +23,12 @@ class _Wire(FrameChannel):
     def __init__(self) -> None:
         super().__init__()
         self.frames, self.nbytes = 0, 0
+        self.expected = 0  # most bytes of hidden states
         self.counts, self.bodies = Counter[int](), Counter[int]()  # by kind: frames, and bytes of bodies
         self.seen: Callable[[Frame], None] = lambda frame: None
 
     def put(self, frame: Frame) -> None:
+        assert frame.kind != OrderKind.HIDDEN or len(frame.body) <= self.expected
         self.frames, self.nbytes = self.frames + 1, self.nbytes + HEADER.size + len(frame.body)
         self.counts[frame.kind] += 1
         self.bodies[frame.kind] += len(frame.body)
@@ -54,6 +56,10 @@ class ThreadGroup(PipelineGroup):
         wire = self.wires.setdefault((rank, self.rank, tag), _Wire())
         wire.seen = seen
         return wire
+
+    def expect(self, rank: int, nbytes: int) -> None:
+        wire = self.wires.setdefault((rank, self.rank, HIDDENS), _Wire())
+        wire.expected = max(nbytes, wire.expected)
 
 
 class Pipeline:

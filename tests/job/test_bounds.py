@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from flexengine.config import SamplingParams
 from flexengine.engine.scoring import encode_scored
 from flexengine.errors import InvalidInput
-from flexengine.job.bounds import MOST_CHARACTERS, PIECE_CHARACTERS, BoundedTokenizer
+from flexengine.job.bounds import MOST_CHARACTERS, PIECE_CHARACTERS, BoundedTokenizer, most_characters
 from flexengine.job.chats import chat_fault
 from flexengine.job.rows import Request, Row, encode
 from flexengine.model.tokenizer import token_ids
@@ -107,6 +107,18 @@ def test_text_far_beyond_the_context_is_refused_after_its_first_pieces(maker: An
     assert f"text of 20,000,000 characters has more tokens than the model's context of {CONTEXT:,}" in str(row.error)
     assert len(read) <= most
     assert max(map(len, read)) == PIECE_CHARACTERS
+
+
+@pytest.mark.parametrize("fields", [{"text": "a"}, {"prompt": "a"}, {"context": "a", "continuation": "a"}], ids=str)
+def test_text_that_takes_more_than_the_engines_memory(fields: dict[str, Any]) -> None:
+    assert [most_characters(memory) for memory in (None, 1, 30 * 10**6)] == [1 << 23, 1 << 16, 100_000]
+    row = Row(0, 1, {name: value * 100_001 for name, value in fields.items()}, scored="prompt" not in fields)
+    found = (encode_scored if row.is_scored else encode)(
+        row, word_pieces(), 1 << 40, PARAMS, 3, most=most_characters(30 * 10**6)
+    )
+    assert isinstance(found, Row)
+    remedy = "characters is more than the 100,000 that are tokenized at once; cut it into several rows, or give the en"
+    assert remedy in str(found.error)
 
 
 @pytest.mark.parametrize(("fields", "context"), [

@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexengine.config import cache_root
-from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
-from flexengine.model import gguf, gguf_header
+from flexengine.errors import BadCheckpoint, FlexError, OutOfMemory, UnsupportedModel
+from flexengine.model import gguf, gguf_header, shards
 from flexengine.model.source import resolve
 from tests.helpers.prepared import tensors_of
 from tests.helpers.strategies import flipped
@@ -102,6 +103,64 @@ def test_the_same_as_transformers_on_a_quantised_mixture_of_experts(tmp_path):
     ours = tensors_of(prepared_gguf(path))
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", Q.Q8_0), ("llama-untied", Q.F16), ("qwen3moe", Q.F32)])
+def test_rows_are_converted_in_pieces(tmp_path, monkeypatch, family, kind):
+    """Also those that are moved or merged; only norms are read whole."""
+    whole = tensors_of(prepared_gguf(path := tiny_gguf(tmp_path / "m.gguf", family, kind=lambda name: kind)))
+    pieces, read = list[int](), list[str]()
+    check, read_whole = shards.check_finite, gguf._read
+    monkeypatch.setattr(gguf, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(shards, "check_finite", lambda name, x, where: (pieces.append(x.nbytes), check(name, x, where)))
+    monkeypatch.setattr(gguf, "_read", lambda path, tensor: (read.append(tensor.name), read_whole(path, tensor))[1])
+    (tmp_path / "d").mkdir()
+    gguf.convert(path, tmp_path / "d", memory=2000)
+    tensors = tensors_of(tmp_path / "d")
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
+    assert max(pieces) <= 1000
+    assert len(pieces) > 200
+    assert all("norm" in name for name in read)
+
+
+def test_only_moves_of_rows_are_recognised():
+    matrix, vector = (gguf_header.GgufTensor("x", Q.F32, shape, 0, 4) for shape in ((6, 4), (6,)))
+
+    def rows_of(change, *group):
+        return gguf._rows_of([*group], lambda group, weights: {"a": change(*map(weights, range(len(group)), group))})
+
+    assert rows_of(lambda x: x[::-1], matrix)["a"].ravel().tolist() == [5, 4, 3, 2, 1, 0]
+    both = rows_of(lambda x, y: np.stack([x, y], 1), matrix, matrix)["a"]
+    assert both.shape == (6, 2, 1)
+    assert both[1].ravel().tolist() == [1, gguf._ROWS + 1]
+    changes = (lambda x: x.T, lambda x: x - 1, lambda x: np.log(-x), lambda x: x[:5], lambda x: x.reshape(6, 4))
+    assert [rows_of(change, matrix) for change in changes] == [None] * 5
+    assert rows_of(lambda x: x, vector) is None
+
+
+def test_a_tensor_that_is_converted_whole_must_fit(tmp_path):
+    path = tiny_gguf(tmp_path / "m.gguf")
+    with pytest.raises(OutOfMemory, match=r"norm.weight of .*m.gguf, which is converted whole, needs 1,280 bytes, but 0"
+                       r" of 1,000 bytes are taken .*; give the engine more"):  # fmt: skip
+        resolve(str(path), memory=1000)
+    assert not list(cache_root().glob("prepared/*.tmp-*"))
+
+
+def test_an_outline_has_no_vocabulary_and_no_weights(tmp_path, monkeypatch):
+    tokens = [f"token {i}" for i in range(96)]
+    path = tiny_gguf(tmp_path / "m.gguf", extra=lambda writer: writer.add_token_list(tokens))
+    monkeypatch.setattr(gguf_header, "_MAX_OUTLINED", 500)
+    header = gguf.read_header(path, ["tokenizer.ggml.tokens"])
+    assert header.values["tokenizer.ggml.tokens"] == tokens
+    values = {key: value for key, value in header.values.items() if key != "llama.vocab_size"}
+    places = {key: header.places[key] for key in values}
+    gguf_header.write_outline(replace(header, values=values, places=places), tmp_path / "o.gguf")
+    outline = gguf.read_header(tmp_path / "o.gguf")
+    assert outline.values == {**{key: values[key] for key in values if key != "tokenizer.ggml.tokens"},
+                              "llama.vocab_size": 96}  # fmt: skip
+    assert [(x.name, x.shape) for x in outline.tensors] == [(x.name, x.shape) for x in header.tensors]
+    assert (tmp_path / "o.gguf").stat().st_blocks * 512 < path.stat().st_size
 
 
 def test_llama3_rope_is_carried_over(tmp_path):

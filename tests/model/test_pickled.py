@@ -1,5 +1,6 @@
 """pytorch_model*.bin files made safetensors: compared with what they were made from; nothing in them is run."""
 
+import math
 import os
 import pickle
 import subprocess
@@ -12,8 +13,10 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from flexengine.errors import BadCheckpoint
+from flexengine.errors import BadCheckpoint, OutOfMemory
+from flexengine.model import pickled
 from flexengine.model import shards as shard_files
+from flexengine.model.pickled import convert_bin
 from flexengine.model.source import resolve
 from tests.helpers.prepared import tensors_of
 from tests.helpers.tiny_bin import bin_model
@@ -113,12 +116,43 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 @pytest.mark.slow
 def test_conversion_memory_is_bounded(tmp_path):
-    """A 480 MB file of 40 MB tensors costs at most a shard and two tensors (and not the pages of the file)."""
+    """A tensor of 480 MB costs some pieces, and not the pages of the file."""
     (tmp_path / "out").mkdir()
     torch.save({"a": torch.ones(10)}, tmp_path / "small.bin")
-    torch.save({f"t{i}": torch.full((10**7,), float(i)) for i in range(12)}, tmp_path / "big.bin")
+    torch.save({"t": torch.ones(12 * 10**7)}, tmp_path / "big.bin")
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "out")], capture_output=True, check=True,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert int(done.stdout) < shard_files.SHARD_BYTES + 2 * 40e6 + 20e6
+    assert int(done.stdout) < 3 * shard_files.PIECE_BYTES
+
+
+def test_an_old_file_must_fit_in_memory(tmp_path):
+    torch.save({"a": torch.zeros(100)}, file := tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    limit = file.stat().st_size
+    convert_bin([file], [], tmp_path, memory=limit)
+    with pytest.raises(
+        OutOfMemory, match=r"old.bin of a format that cannot be read in parts needs .*; give the engine"
+    ):
+        convert_bin([file], [], tmp_path, memory=limit - 1)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (30, 20), (3, 40, 5), (2, 2, 500)])
+def test_pieces_are_the_tensor_in_order(monkeypatch, shape):
+    monkeypatch.setattr(shard_files, "PIECE_BYTES", 400)
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    for tensor in (whole, whole.transpose(0, -1) if whole.dim() > 1 else whole, whole[..., ::2] if shape else whole):
+        pieces = [*shard_files.pieces_of(tensor)]
+        assert all(piece.is_contiguous() and piece.nbytes <= 400 for piece in pieces)
+        assert torch.equal(torch.cat([piece.reshape(-1) for piece in pieces]), tensor.reshape(-1))
+
+
+def test_pages_of_the_heap_are_never_dropped(tmp_path):
+    """A file may hold tensors that are not mapped."""
+    torch.save({"a": torch.zeros(10)}, file := tmp_path / "m.bin")
+    state, own = torch.load(file, mmap=True), torch.ones(10**5)
+    mapped = pickled._mapping(file)
+    assert state["a"].data_ptr() in mapped
+    pickled._forget(own, mapped)
+    assert bool(own.all())
+    assert not pickled._mapping(tmp_path)

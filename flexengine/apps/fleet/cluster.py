@@ -33,8 +33,7 @@ from flexengine.apps.fleet.space import FleetMachine, Share, Space, space_for
 from flexengine.errors import FlexError, InvalidInput, MemberFailed
 from flexengine.guests.stages.group import PipelineGroup
 from flexengine.guests.stages.server import StageServer
-from flexengine.guests.wire.processes import STAGES_SECRET
-from flexengine.guests.wire.secret import SECRET, SECRET_FILE
+from flexengine.guests.wire.processes import SECRET, SECRET_FILE, STAGES_SECRET
 
 LOCAL, AUTO = "local", "auto"  # addresses: a Ray that this process starts, and the one that runs on this machine
 CONNECT_SECONDS = 10.0

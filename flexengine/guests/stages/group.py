@@ -29,7 +29,7 @@ from flexengine.activity import message, messenger
 from flexengine.engine.stages import ProcessGroup
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.wire.gate import Gate
-from flexengine.guests.wire.link import MOST_BODY, Broken, Connection, pack, unpack
+from flexengine.guests.wire.link import MOST_BODY, MOST_TAKEN, Broken, Connection, pack, unpack
 from flexengine.guests.wire.processes import INTERFACE, LOCAL, STAGES_SECRET, ranks
 from flexengine.guests.wire.secret import NoSecret, WrongSecret, connect, is_loopback, secret_for
 
@@ -43,11 +43,11 @@ CONTROL, MEET = 0, 4  # connections of a stage to the driver, MEET for `exchange
 VALUE = 2  # kind of the messages of `exchange`
 PURPOSE = b"stage %d %d"  # of a connection: number of its kind, and rank of the process that connects
 MOST_SHARED = 1 << 24  # bytes of a value that is exchanged, and of an error
-# Most bytes of a body by kind.
+# Most bytes of a body by kind; see `PipelineGroup.expect` for hidden states.
 LIMITS: dict[int, int] = {
-    **dict.fromkeys((OrderKind.END, OrderKind.LEAVE, OrderKind.LAST), 0),
-    **dict.fromkeys((OrderKind.CHOOSE, OrderKind.LAY_OUT, OrderKind.PREPARE), 1 << 32),
-    **dict.fromkeys((OrderKind.SWEEP, OrderKind.ANSWER, OrderKind.RESULT, OrderKind.HIDDEN), 1 << 36),
+    **dict.fromkeys((OrderKind.END, OrderKind.LEAVE, OrderKind.LAST, OrderKind.HIDDEN), 0),
+    **dict.fromkeys((OrderKind.CHOOSE, OrderKind.LAY_OUT, OrderKind.PREPARE), MOST_TAKEN),
+    **dict.fromkeys((OrderKind.SWEEP, OrderKind.ANSWER, OrderKind.RESULT), MOST_TAKEN),
     **dict.fromkeys((OrderKind.FAILED, VALUE), MOST_SHARED),
 }
 STORE_SECONDS = 20.0  # without an answer of torchrun's store, until it counts as lost
@@ -304,6 +304,13 @@ class PipelineGroup(ProcessGroup):
             return unpack(link.take(MOST_SHARED), list)
         except Broken as error:
             raise StageLost(rank, self.size, self.names[rank], str(error)) from error
+
+    def expect(self, rank: int, nbytes: int) -> None:
+        """Accept hidden states from a process in messages of this many bytes, or of as many as before. Those of an
+        earlier job may still come."""
+        link = self._links[HIDDENS, rank]
+        before = LIMITS if link.limits is None else link.limits
+        link.limits = {**before, OrderKind.HIDDEN: max(nbytes, before[OrderKind.HIDDEN])}
 
     def send(self, rank: int, tag: int, most: int = 2) -> FrameChannel:
         """Return a channel of frames to a process. most: most frames that wait."""

@@ -22,7 +22,7 @@ class StageServer:
     """Carries out orders with one engine, which holds the layers of this stage."""
 
     def __init__(self, engine: Session, group: PipelineGroup) -> None:
-        self.engine, self.core, self.planner = engine, engine.core, engine.planner
+        self.engine, self.core, self.planner, self.group = engine, engine.core, engine.planner, group
         rank = group.rank
         self.before = ChannelPort(group.receive(rank - 1, HIDDENS))
         self.after = ChannelPort(group.send(rank + 1, HIDDENS)) if rank + 1 < group.size else None
@@ -94,6 +94,7 @@ class StageServer:
         core, layout = self.core, self._lay_out(job)
         core.opened.prepare()  # before memory is allocated
         core.machine.give_back()
+        self.group.expect(self.group.rank - 1, layout.port_buffer)
         ports = Ports(self.before, self.after)
         self.stage = stage = core.stage(self.planner.watch(job.workload, layout), ports=ports)
         stage.__enter__()

@@ -18,6 +18,7 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 END_SECONDS = 10.0  # until a process that should end is killed
 LOCAL = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"  # network interface of gloo
+SECRET, SECRET_FILE = "FLEXENGINE_SECRET", "FLEXENGINE_SECRET_FILE"  # environment variables
 STAGES_SECRET = "FLEXENGINE_STAGES_SECRET"  # environment variable: secret of stages that one process starts
 TAIL_BYTES = 2000  # of a process's messages, shown if it fails
 

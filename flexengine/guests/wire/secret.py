@@ -17,8 +17,8 @@ from pathlib import Path
 from flexengine.config import cache_root
 from flexengine.errors import InvalidInput
 from flexengine.guests.wire.link import Broken
+from flexengine.guests.wire.processes import SECRET, SECRET_FILE
 
-SECRET, SECRET_FILE = "FLEXENGINE_SECRET", "FLEXENGINE_SECRET_FILE"  # environment variables
 MIN_SECRET, MAX_SECRET = 16, 4096  # bytes
 PROOF_SECONDS = 5.0  # from the start of a connection, until the secret must be proved
 OPENING = b"flexengine proof"  # before a purpose and a nonce
@@ -65,7 +65,7 @@ def secret_for(host: str) -> bytes:
     raise NoSecret(
         f"connections at {where} can come from other machines, but there is no secret; set {SECRET_FILE} to a file with"
         f" at least {MIN_SECRET} random bytes, the same on all machines, such as: (umask 077; openssl rand -hex 32 >"
-        " secret)"
+        " secret), or give it by --secret-file"
     )
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flexengine import shipped
 from flexengine.activity import activity, is_terminal, tick
 from flexengine.errors import InvalidInput, ModelNotFound, json_fault, shown
+from flexengine.guests.wire.processes import SECRET_FILE
 from flexengine.job.files import check_model_kept, check_not_overwritten
 from flexengine.job.inputs import FORMATS
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
@@ -109,6 +110,12 @@ def add_options(group: argparse._ActionsContainer, table: OptionTable | str) -> 
         group.add_argument(*names, **{**given, **others})
 
 
+def _secret_file(path: str) -> str:
+    """Put the path into the environment, from which processes that this one starts have it, too."""
+    os.environ[SECRET_FILE] = named(path)
+    return path
+
+
 def _workers(text: str) -> int | list[str]:
     """Return a number of attention workers, or their addresses."""
     return int(text) if text.lstrip("-").isdecimal() else text.split(",")
@@ -175,6 +182,12 @@ WORKERS = OptionTable(
 --worker-mem SIZE  memory for KV cache of each worker that is started
 """,
     more={"attention_workers": {"type": _workers, "default": 0}},
+)
+SECRET = OptionTable(
+    """
+--secret-file FILE  file with the secret that processes on several machines share, instead of FLEXENGINE_SECRET_FILE
+""",
+    more={"secret_file": {"type": _secret_file}},
 )
 LOSSY = OptionTable(
     f"""

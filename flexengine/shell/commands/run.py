@@ -59,7 +59,7 @@ def parser() -> Parser:
     p.group("sampling", LENGTHS, SAMPLED, about="defaults for rows without fields of these names")
     p.group("model and machine", common.MODEL, _VERIFY, common.POLICY, _DRY_RUN, common.MACHINE)
     p.group("attention workers", common.WORKERS)
-    p.group("pipeline", distributed.PIPELINE)
+    p.group("pipeline", distributed.PIPELINE, common.SECRET)
     p.group("fleet", distributed.FLEET)
     p.group("lossy", common.LOSSY, about=_LOSSY)
     return p

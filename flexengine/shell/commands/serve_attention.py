@@ -10,7 +10,7 @@ from flexengine.config import parse_size
 from flexengine.errors import InvalidInput
 from flexengine.shell.commands.interrupts import Interrupts
 from flexengine.shell.commands.messages import DONE, interruptible, say
-from flexengine.shell.commands.options import add_options
+from flexengine.shell.commands.options import SECRET, add_options
 from flexengine.shell.commands.parser import Parser
 
 # Python handles a signal that arrives just before the system call of `accept` when the call returns.
@@ -19,7 +19,7 @@ ACCEPT_SECONDS = 1.0
 
 _END = """\
 Several engines can use the worker at the same time, with flexengine run --attention-workers. They prove a secret first:
-at an address that other machines reach, set FLEXENGINE_SECRET_FILE here and there to a file with the same secret.
+at an address that other machines reach, give both --secret-file, or set FLEXENGINE_SECRET_FILE, with the same secret.
 """
 _OPTIONS = """
 --worker-mem SIZE  memory for KV cache, page tables and questions of all engines together, e.g. 32G
@@ -32,6 +32,7 @@ def parser() -> Parser:
     p = Parser("serve-attention", "HOST:PORT", _END)
     p.add_argument("address", nargs="?", metavar="HOST:PORT", help="address to listen at, such as 10.0.0.2:29600")
     add_options(p, _OPTIONS)
+    add_options(p, SECRET)
     return p
 
 

@@ -190,10 +190,24 @@ def test_the_driver_listens_where_stages_are(monkeypatch: pytest.MonkeyPatch) ->
     assert len(bound) == 2
 
 
+def test_hidden_states_are_bounded_by_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, stage = groups = joined(monkeypatch, 2)
+    sent, received = driver.send(1, HIDDENS), stage.receive(0, HIDDENS)
+    for nbytes in (100, 10):  # those of an earlier job may still come
+        stage.expect(0, nbytes)
+        sent.put(Frame(OrderKind.HIDDEN, 1, body=torch.zeros(100, dtype=torch.uint8)))
+        assert len(received.get().body) == 100
+    sent.put(Frame(OrderKind.HIDDEN, 1, body=torch.zeros(101, dtype=torch.uint8)))
+    with pytest.raises(StageLost, match="a message of 101 bytes was announced; kind 16 has at most 100"):
+        received.get()
+    closed(groups)
+
+
 def test_frames_go_from_process_to_process(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, *stages = groups = joined(monkeypatch, 3)
     body = torch.arange(100, dtype=torch.uint8)
     hidden = stages[0].send(2, HIDDENS), stages[1].receive(1, HIDDENS)
+    stages[1].expect(1, 100)
     hidden[0].put(Frame(20, 1, 2, 3, body))
     kind, *numbers, taken = hidden[1].get()
     assert (kind, numbers) == (20, [1, 2, 3])

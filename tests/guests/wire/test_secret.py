@@ -15,6 +15,7 @@ from flexengine.errors import InvalidInput
 from flexengine.guests.wire import secret
 from flexengine.guests.wire.link import Broken
 from flexengine.guests.wire.secret import OPENING, EndedEarly, WrongSecret, connect, prove, secret_for
+from tests.helpers import command_line
 
 GOOD = b"0123456789abcdef"
 FOR = b"test".ljust(16)
@@ -210,3 +211,14 @@ def test_a_proof_is_for_one_purpose(pair: tuple[socket.socket, socket.socket]) -
         prove(back, GOOD, b"attention", accepts=True)
     front.close()
     back.close()
+
+
+@pytest.mark.parametrize("command", ["run", "serve-attention"])
+def test_the_file_of_a_secret_is_an_option(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches processes that the command starts, too."""
+    monkeypatch.setenv("FLEXENGINE_SECRET_FILE", "")
+    (file := tmp_path / "secret").write_bytes(GOOD)
+    file.chmod(0o600)
+    command_line.parser(command).parse_args(["--secret-file", str(file)])
+    assert os.environ["FLEXENGINE_SECRET_FILE"] == str(file)
+    assert secret_for("10.0.0.2") == GOOD
