@@ -224,13 +224,13 @@ def run_job(
     for name, kind in _ARGUMENTS.items():
         check_argument(name, given[name], kind)
     column, limit, form, chat, score, restart, retry_errors = (given[name] for name in list(_ARGUMENTS)[3:])
-    input = STDIN if input == "-" else input
+    input, capacity = STDIN if input == "-" else input, engine.core.machine.capacity
     check_output(output, input)
     written = {"trace": engine.options.trace, "output": output, **files_beside(output, "output")}
     check_not_overwritten({"input": input}, written)
     with (
         reporting(engine.listener),
-        InputRows(input, column, limit, form, chat, score) as rows,
+        InputRows(input, column, limit, form, chat, score, capacity.device if capacity.shared else None) as rows,
         open_job(rows, output, restart, retry_errors) as store,
     ):
         summary: Summary = FileJob(EngineRunner(engine, params), store).run()

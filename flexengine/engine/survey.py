@@ -299,4 +299,4 @@ class PromptReader:
                         refused.note(row)
                 arrangement.ready.clear()
                 arrangement.bad.clear()
-        return tally.workload()
+        return replace(tally.workload(), reading=getattr(prompts, "reading", 0))

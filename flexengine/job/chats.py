@@ -130,10 +130,14 @@ def chat_token_ids(
         Any error of the template.
     """
     given = {"add_generation_prompt": True, **options}
-    text = chat_text(tokenizer, messages, tools, now, given)
-    if tools and text == chat_text(tokenizer, messages, None, now, given):
+
+    def written(tools: list[Any] | None) -> Any:
+        if has_template(tokenizer):
+            return chat_text(tokenizer, messages, tools, now, given)
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **given)
+
+    chat = written(tools)
+    if tools and chat == written(None):
         fault = "tools are given, but the model's chat template does not use them"
         raise InvalidInput(f"{fault}; remove them, or take a model whose template does")
-    if has_template(tokenizer):
-        return tokenizer(text, add_special_tokens=False, verbose=False)
-    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **given)
+    return tokenizer(chat, add_special_tokens=False, verbose=False) if isinstance(chat, str) else chat

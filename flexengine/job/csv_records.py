@@ -11,6 +11,7 @@ from flexengine.job.read_json import BOM, MAX_VALUES, skip_blank, too_long, too_
 CsvRecord = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
 _LINE_END = b"\r\n"
 _LINE_COST = 256  # bytes that take as long to read again as a line does
+_MOST_DEAD = 2**18  # places that are remembered
 _LATE_BYTES = 2**16  # of a quoted cell in text that was read again too often
 
 
@@ -39,6 +40,10 @@ class _WholeRecord(InvalidInput):
     """The record has a fault, but its end is known."""
 
 
+class _DeadEnd(InvalidInput):
+    """No record ends in the text that follows, wherever it begins."""
+
+
 class _Record:
     """The present record of a file.
 
@@ -52,6 +57,7 @@ class _Record:
         self._again = _reader(b"")  # lines of a broken record after its first, to be read again
         self._reread = 0  # bytes of lines that were read again more than once, and _LINE_COST for each
         self._is_again = False  # whether this record begins in `_again`
+        self._dead = set[tuple[int, int]]()  # line and column of cells after which no record ends
         self.line, self.raw = 1, bytearray()
 
     def begin(self) -> bool:
@@ -79,20 +85,42 @@ class _Record:
         """
         self._check_size()
         mark = delimiter.encode()
-        if b'"' not in self.raw and not too_wide(self.raw) and self.raw.count(mark) < MAX_VALUES:
+        if b'"' not in self.raw and not too_wide(self.raw):
+            if self.raw.count(mark) >= MAX_VALUES:
+                raise _too_many()
             return str(self._checked(self.raw.rstrip(_LINE_END)), "utf-8").split(delimiter)
-        found, at = list[bytearray](), 0
-        while at >= 0:
-            cell, end = self._quoted(at) if self.raw.startswith(b'"', at) else self._plain(at, mark)
-            found.append(cell)
-            if len(found) > MAX_VALUES:
-                raise InvalidInput(f"has over {MAX_VALUES:,} cells")
-            at = end + 1 if self.raw.startswith(mark, end) else -1
-        if self.raw[end:].strip(_LINE_END):
-            raise InvalidInput(f"invalid CSV: {delimiter!r} expected after '\"'")
+        found, places = list[bytes](), list[tuple[int, int]]()
+        try:
+            end = self._scan(mark, found, places)
+            if self.raw[end:].strip(_LINE_END):
+                raise _DeadEnd(f"invalid CSV: {delimiter!r} expected after '\"'")
+        except _DeadEnd:
+            if len(self._dead) + len(places) > _MOST_DEAD:
+                self._dead.clear()
+            self._dead.update(places)
+            raise
         if fault := too_wide(self.raw):
             raise _WholeRecord(fault)
         return [str(cell, "utf-8") for cell in found]
+
+    def _scan(self, mark: bytes, found: list[bytes], places: list[tuple[int, int]]) -> int:
+        """Add the cells to `found`, and lines and columns of the first ones to `places`. Return where the last ends."""
+        at = seen = begin = 0  # begin: of the line of the cell
+        line = self.line
+        while at >= 0:
+            if lines := self.raw.count(b"\n", seen, at):
+                line, begin = line + lines, self.raw.rfind(b"\n", seen, at) + 1
+            seen, place = at, (line, at - begin)
+            if place in self._dead:
+                raise _DeadEnd("invalid CSV: a quoted cell has no end")
+            if len(places) < _MOST_DEAD:
+                places.append(place)
+            cell, end = self._quoted(at) if self.raw.startswith(b'"', at) else self._plain(at, mark)
+            found.append(bytes(cell))
+            if len(found) > MAX_VALUES:
+                raise _too_many()
+            at = end + 1 if self.raw.startswith(mark, end) else -1
+        return end
 
     def give_back(self) -> None:
         """Keep the first line alone. The others are read again."""
@@ -117,7 +145,7 @@ class _Record:
             while (end := self.raw.find(b'"', seen)) < 0:
                 seen = len(self.raw)
                 if not self._more(quoted=True):
-                    raise InvalidInput("invalid CSV: a quoted cell has no end")
+                    raise _DeadEnd("invalid CSV: a quoted cell has no end")
                 self._check_size()
                 if len(self.raw) > self._most_quoted():
                     raise InvalidInput("invalid CSV: a quoted cell has no end here; too many quotes before have none")
@@ -138,7 +166,7 @@ class _Record:
 
     def _checked(self, text: bytearray) -> bytearray:
         if b"\r" in text:
-            raise InvalidInput("has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF")
+            raise _DeadEnd("has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF")
         return text
 
     def _more(self, quoted: bool = False) -> bool:
@@ -159,6 +187,10 @@ class _Record:
     def _check_size(self) -> None:
         if self._is_too_long():
             raise InvalidInput(f"{too_long(self._most)}; if a quote opens no cell here, remove it")
+
+
+def _too_many() -> InvalidInput:
+    return InvalidInput(f"has over {MAX_VALUES:,} cells")
 
 
 def _reader(data: bytes) -> io.BufferedReader:

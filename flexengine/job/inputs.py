@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from glob import has_magic
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from flexengine.activity import advance
 from flexengine.errors import InvalidInput, meant
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
+from flexengine.job.packed import Bytes, unpacked
 from flexengine.job.rows import Row
 
 
@@ -51,6 +51,7 @@ class InputRows(AbstractContextManager["InputRows"]):
         form: str | None = None,
         chat: bool = False,
         score: bool = False,
+        memory: int | None = None,
     ) -> None:
         """Open an input file.
 
@@ -62,6 +63,7 @@ class InputRows(AbstractContextManager["InputRows"]):
             limit: most rows to read; None reads all.
             form: as for `InputFile`. A jsonl line may be an OpenAI batch line, see `read_json.is_batch_line`.
             chat, score: see `Row`. OpenAI batch lines are run as they are.
+            memory: as for `InputFile`.
 
         Raises:
             InvalidInput: the file is missing, unreadable or a directory; its format is unknown; a table cannot be
@@ -71,7 +73,7 @@ class InputRows(AbstractContextManager["InputRows"]):
         self.prompt_column, self.chat, self.score = prompt_column, chat, score
         self._scan: InputScan | None = None
         self._limit = None if limit is None else min(limit, sys.maxsize)
-        self._source = InputFile(self.path, form)
+        self._source = InputFile(self.path, form, memory)
         self.form = self._source.form  # its format, one of FORMATS
         try:
             self._state = self._source.state
@@ -94,6 +96,11 @@ class InputRows(AbstractContextManager["InputRows"]):
         return state[0] if state else 0
 
     @property
+    def reading(self) -> int:
+        """Most bytes of memory that reading its rows took so far; see `InputFile.taken`."""
+        return self._source.taken
+
+    @property
     def changed(self) -> bool:
         """Whether the file has another size, time or inode than when it was opened."""
         return self._source.state != self._state
@@ -107,7 +114,9 @@ class InputRows(AbstractContextManager["InputRows"]):
 
     def _rows(self, digest: Any) -> Iterator[Row]:
         with self._source.open(digest) as file:
+            at = 0
             for row in islice(self._read(file), self._limit):
+                at = self._source.take_line(at, file.tell())
                 marked = (self.chat or self.score) and not row.is_batch
                 yield replace(row, chat=self.chat, scored=self.score) if marked else row
             while digest is not None and file.read(_STEP):
@@ -179,6 +188,9 @@ _FOREIGN = (
 _UTF32_BOMS = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _STEP = 2**20  # bytes read at a time
+# Bytes of memory for a byte of a row, and most for a row. A row has its bytes, their text, and the text in its fields;
+# lists and objects take more, but are limited in number.
+_ROW_FACTOR, _MOST_ROW = 24, 5 * 2**26
 _SEEN = 32  # bytes of the beginning that are looked at
 
 
@@ -189,20 +201,24 @@ class InputFile:
         file: regular file that holds its bytes: the input, or a temporary copy of a stream.
         form: one of FORMATS.
         packing: how it is compressed: gzip, zstd or "".
+        memory: the argument.
+        taken: most bytes of memory that reading took so far: for rows of over _STEP bytes, and for another process that
+            reads them.
     """
 
-    def __init__(self, name: Path, form: str | None = None) -> None:
+    def __init__(self, name: Path, form: str | None = None, memory: int | None = None) -> None:
         """Open an input.
 
         Args:
             name: a file, or a stream, which is copied to a temporary file as it can be read only once.
             form: one of FORMATS; None takes the format of the file's suffix, and jsonl for a stream without a suffix.
+            memory: bytes of memory of the job. A part of them limits the process that reads a table.
 
         Raises:
             InvalidInput: the input is missing, unreadable, a directory, or holds no text in UTF-8; its format is
                 unknown, or it is compressed in a way that is not read.
         """
-        self.name = name
+        self.name, self.memory, self.taken = name, memory, 0
         self._copy: Any = None
         if name.is_dir():
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
@@ -221,6 +237,11 @@ class InputFile:
         if self._copy is not None:
             self._copy.close()
 
+    def take_line(self, start: int, end: int) -> int:
+        """Count the memory of a row with the bytes from `start` to `end`. Return `end`."""
+        self.taken = max(self.taken, min(_ROW_FACTOR * (end - start - _STEP), _MOST_ROW))
+        return end
+
     @contextmanager
     def open(self, digest: Any = None) -> Iterator[BinaryIO]:
         """Open the file for reading from its beginning. Compressed data is decompressed while it is read.
@@ -234,8 +255,8 @@ class InputFile:
             if not self.packing and digest is None:
                 yield file
                 return
-            with self._unpacked(file) if self.packing else nullcontext(file) as content:
-                yield cast(BinaryIO, io.BufferedReader(_Bytes(content, self, digest), _STEP))
+            with unpacked(file, self.name, self.packing) if self.packing else nullcontext(file) as content:
+                yield cast(BinaryIO, io.BufferedReader(Bytes(content, self.name, self.packing, digest), _STEP))
 
     @property
     def state(self) -> tuple[int, ...] | None:
@@ -298,18 +319,6 @@ class InputFile:
             )
         return packing
 
-    def _unpacked(self, file: BinaryIO) -> Any:
-        if self.packing == "gzip":
-            import gzip
-
-            return gzip.GzipFile(fileobj=file)
-        for module in ("compression.zstd", "backports.zstd"):
-            try:
-                return import_module(module).ZstdFile(file)
-            except ImportError:
-                continue
-        raise InvalidInput(f'input {self.name}: reading zstd needs backports.zstd; pip install "flexengine[zst]"')
-
     def _check_text(self) -> None:
         """Raise InvalidInput if the file begins like a file of another kind, or is not encoded as UTF-8."""
         with self.open() as file:
@@ -330,40 +339,6 @@ class InputFile:
                 f"input {self.name} is encoded in {encoding}, as some programs of Windows write it; text"
                 f" must be UTF-8: {first}convert it with {command}"
             )
-
-
-class _Bytes(io.RawIOBase):
-    """Bytes of a file, which are added to a digest while they are read. Reading damaged compressed data raises
-    InvalidInput, which names the last whole line.
-
-    Args:
-        file: the file, or an object that decompresses it.
-        digest: None for no digest.
-    """
-
-    def __init__(self, file: Any, source: InputFile, digest: Any) -> None:
-        self._file, self._source, self._digest, self._lines = file, source, digest, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        name, packing = self._source.name, self._source.packing
-        try:
-            data = self._file.read1(len(buffer))
-        except Exception as error:  # each decompressor raises errors of its own
-            if not packing or (isinstance(error, OSError) and error.errno is not None):
-                raise  # the file itself cannot be read
-            reason = "it is cut short" if isinstance(error, EOFError) else str(error) or type(error).__name__
-            raise InvalidInput(
-                f"input {name} is damaged after line {self._lines}: {reason} ({packing}); make it again"
-            ) from error
-        if packing:
-            self._lines += data.count(b"\n")
-        if self._digest is not None:
-            self._digest.update(data)
-        buffer[: len(data)] = data
-        return len(data)
 
 
 def _form_of(name: Path, form: str | None) -> tuple[str, str]:

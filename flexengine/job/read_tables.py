@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
@@ -89,10 +90,11 @@ def open_table(source: InputFile, column: str | None, score: bool) -> ReadRows:
             return row.refused(str(error))
 
     with source.open() as file:
-        columns, _ = table(file)
+        columns, records = table(file)
+    opened = [] if in_text else [records]  # another process has opened the file, and is used at the first reading
     prompts = PROMPT_KINDS if column is None else (column,)
     check_columns(source, columns, (*SCORED_KINDS, *prompts) if score else prompts)
-    return lambda file: (row_of(index, record) for index, record in enumerate(table(file)[1]))
+    return lambda file: map(row_of, count(), opened.pop() if opened else table(file)[1])
 
 
 def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[TableRow]]:
@@ -180,7 +182,7 @@ def arrow_table(source: InputFile, texts: Container[str] | None) -> tuple[list[s
     name, form = source.name, source.form
     if find_spec("pyarrow") is None:
         raise InvalidInput(f'input {name}: reading .{form} files needs pyarrow; pip install "flexengine[parquet]"')
-    found = table_rows(source.file, form, texts)
+    found = table_rows(source, texts)
     try:
         names = next(found)
     except (OSError, ValueError) as error:

@@ -31,10 +31,15 @@ _INPUT_CHANGED = "the input has changed while the job ran; restore it"
 
 class PendingRows:
     """The rows that remain to be run, in order. They can be iterated as often as `rows`. finished: one byte per row, 0
-    if the row must be run. Rows beyond its end must be run."""
+    if the row must be run. Rows beyond its end must be run. readers: how many read the input at the same time."""
 
-    def __init__(self, rows: Iterable[Row], finished: bytes) -> None:
-        self._rows, self._finished = rows, finished
+    def __init__(self, rows: InputRows, finished: bytes, readers: int = 1) -> None:
+        self._rows, self._finished, self._readers = rows, finished, readers
+
+    @property
+    def reading(self) -> int:
+        """Most bytes of memory that reading took so far, by all readers."""
+        return self._readers * self._rows.reading
 
     def __iter__(self) -> Iterator[Row]:
         return (row for row in self._rows if row.index >= len(self._finished) or not self._finished[row.index])
@@ -144,7 +149,7 @@ class PrintedJob(JobStore):
 
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
         self._encode = line_encoder(model, int(time.time()))
-        return self.rows
+        return PendingRows(self.rows, b"", readers=2)
 
     def take(self, result: Result) -> None:
         if result.index < self._next or result.index in self._waiting:

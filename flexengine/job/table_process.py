@@ -13,34 +13,44 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Container, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line, record_of, records_of
 from flexengine.job.arrow_sizes import parts
+from flexengine.job.inputs import InputFile
 from flexengine.job.own_process import set_limit, started
 
-READ_BYTES = 2**29  # memory of the process, beside that of its libraries
+LEAST_BYTES, READ_BYTES = 2**26, 2**29  # least and most memory of the process, beside that of its libraries
+LIBRARIES = 100 * 2**20  # bytes that a process takes before it reads, if it ends before it says so
+COPIES = 3  # of a part's bytes in each process: as Arrow's or pickled bytes, as text, and in one more form
 CPU_SECONDS = 60  # most time of the processor for one step
 ROWS = (256, 16, 1)  # read at a time
 MOST_REFUSED, MOST_ENDS = 10**7, 300  # error rows, and processes that ended early, of a file
-_UNREAD = f"takes over {READ_BYTES:,} bytes of memory or {CPU_SECONDS} s to be read; write the file with smaller"
 _TOO_LARGE = f"{read_json.too_long(read_json.MAX_LINE_BYTES)}, or has over {read_json.MAX_VALUES:,} values"
 _FILE = "/proc/self/fd/0"
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def table_rows(path: Path, form: str, texts: Container[str] | None) -> Iterator[Any]:
-    """Yield the names of the columns of a Parquet or Arrow file, then its rows. Raise ValueError if it is damaged."""
-    named, line, refused = False, 1, 0
+def most_bytes(memory: int | None) -> int:
+    """Return the memory of the process, beside that of its libraries. memory: bytes of the whole job; None for any."""
+    return READ_BYTES if memory is None else max(LEAST_BYTES, min(READ_BYTES, memory // 4))
+
+
+def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]:
+    """Yield the names of the columns of a Parquet or Arrow file, then its rows. Raise ValueError if it is damaged.
+    `source.taken` becomes the memory of the other process, and of its messages in this one."""
+    named, line, refused, most = False, 1, 0, most_bytes(source.memory)
+    unread = f"takes over {most:,} bytes of memory or {CPU_SECONDS} s to be read; write the file with smaller"
     unit, total, done, size = 0, -1, 0, ROWS[0]  # total: -1 is not known
+    own = part = 0  # most bytes of the other process, and of rows that it sent at once
     for _ in range(MOST_ENDS):
-        request = pickle.dumps((texts, unit, done, size, line)).hex()
-        with open(path, "rb") as file:
-            process = started(__name__, form, request, stdin=file, stderr=subprocess.DEVNULL, **_ENVIRONMENT)
+        request = pickle.dumps((source.form, texts, unit, done, size, line)).hex()
+        with open(source.file, "rb") as file:
+            process = started(__name__, str(most), request, stdin=file, stderr=subprocess.DEVNULL, **_ENVIRONMENT)
         assert process.stdout is not None
         try:
             while True:
@@ -49,7 +59,9 @@ def table_rows(path: Path, form: str, texts: Container[str] | None) -> Iterator[
                     raise ValueError(value)
                 if kind == "end":
                     return
-                if kind == "names" and not named:
+                if kind == "taken":
+                    own, part = max(own, min(value[0], LIBRARIES + most)), max(part, value[1])
+                elif kind == "names" and not named:
                     named = True
                     yield value
                 elif kind == "unit" and value != (unit, total):
@@ -60,19 +72,21 @@ def table_rows(path: Path, form: str, texts: Container[str] | None) -> Iterator[
                     yield from value
         except (EOFError, pickle.UnpicklingError):  # it has ended
             code = process.wait()
+            own = LIBRARIES + most
         finally:
+            source.taken = max(source.taken, own + COPIES * part)
             process.kill()
             process.wait()
             process.stdout.close()
         if total < 0:
-            raise ValueError(f"it {_UNREAD} parts (exit status {code})")
+            raise ValueError(f"it {unread} parts (exit status {code})")
         if size > ROWS[-1]:
             size = ROWS[ROWS.index(size) + 1]
             continue
         if (refused := refused + total - done) > MOST_REFUSED:
-            raise ValueError(f"row group or batch {unit} claims {total:,} rows, but {_UNREAD} ones")
+            raise ValueError(f"row group or batch {unit} claims {total:,} rows, but {unread} ones")
         for _ in range(total - done):
-            yield TableRow(line, {}, f"its row group or batch {_UNREAD} ones")
+            yield TableRow(line, {}, f"its row group or batch {unread} ones")
             line += 1
         unit, total, done, size = unit + 1, -1, 0, ROWS[0]
     raise ValueError(f"{MOST_ENDS} attempts to read its rows ended early")
@@ -81,7 +95,8 @@ def table_rows(path: Path, form: str, texts: Container[str] | None) -> Iterator[
 def replies(
     path: str, form: str, texts: Container[str] | None, first: int, done: int, size: int, line: int
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the names of the columns, then from a unit on its number and rows, and records of these rows.
+    """Yield the names of the columns, then from a unit on its number and rows, and records of these rows; before
+    records, the bytes that they take in this process, and their size.
 
     Args:
         texts: as for `record_of`.
@@ -103,6 +118,7 @@ def replies(
                 seen += piece.num_rows
                 for part, taken in parts(new):
                     large = taken > read_json.MAX_LINE_BYTES
+                    yield "taken", (0, 0) if large else (COPIES * taken, taken)
                     cells = [] if large else enumerate(records_of(part), line)
                     yield "rows", [TableRow(line, {}, _TOO_LARGE)] if large else [record_of(*c, texts) for c in cells]
                     line += part.num_rows
@@ -137,14 +153,17 @@ def _parquet(path: str, first: int, size: int) -> tuple[list[str], _Units]:
 def _arrow(path: str, first: int, size: int) -> tuple[list[str], _Units]:
     import pyarrow as pa
 
-    source, places = pa.memory_map(path), pa.memory_map(path)
+    source, places, kept = pa.memory_map(path), pa.memory_map(path), None
+    messages = pa.ipc.MessageReader.open_stream(places)
     try:
         file = pa.ipc.open_file(source)
         places.seek(8)  # behind the magic number a file is a stream
     except pa.ArrowInvalid:  # the datasets library writes .arrow files in the IPC stream format
-        source.seek(0)
-        file = pa.ipc.open_stream(source)
-    count = getattr(file, "num_record_batches", None)
+        with suppress(StopIteration):  # of an empty file
+            messages.read_next_message()
+        kept = _Kept(source, places.tell())
+        file = pa.ipc.open_stream(pa.PythonFile(kept, "r"))
+    count = None if kept else file.num_record_batches
 
     def batch(number: int) -> Iterator[Any]:
         batch = file.read_next_batch() if count is None else file.get_batch(number)
@@ -157,8 +176,7 @@ def _arrow(path: str, first: int, size: int) -> tuple[list[str], _Units]:
         yield batch
 
     def units() -> _Units:
-        number, place, dictionaries = 0, 0, False
-        messages = pa.ipc.MessageReader.open_stream(places)
+        number, place = 0, places.tell() if kept else 0
         while number != count:
             try:
                 message = messages.read_next_message()
@@ -168,18 +186,39 @@ def _arrow(path: str, first: int, size: int) -> tuple[list[str], _Units]:
                 raise ValueError(f"it has {number} record batches, but {count} in its footer") from None
             if places.tell() <= place:
                 raise ValueError("a message has a negative size")
-            place, dictionaries = places.tell(), dictionaries or message.type == "dictionary"
-            if message.type != "record batch":
-                continue
-            if number >= first:
+            start, place = place, places.tell()
+            rows = message.type == "record batch"
+            if kept and (number >= first or not rows):
+                kept.keep(start, place)
+            if rows and number >= first:
                 yield number, _batch_rows(message.metadata.to_pybytes()), batch(number)
-            elif count is None and dictionaries:
-                file.read_next_batch()
-            elif count is None:
-                source.seek(place)
-            number += 1
+            number += rows
 
     return list(file.schema.names), units()
+
+
+class _Kept:
+    """The messages of a mapped stream that are not left out, as a file. schema: bytes of the first message."""
+
+    closed = False
+
+    def __init__(self, source: Any, schema: int) -> None:
+        self._source, self._parts = source, deque([(0, schema)])
+
+    def keep(self, start: int, end: int) -> None:
+        """Add a message, with its place in the stream."""
+        self._parts.append((start, end))
+
+    def read(self, nbytes: int) -> Any:
+        """Return bytes of one message, which are not copied."""
+        if not self._parts:
+            return b""
+        start, end = self._parts.popleft()
+        self._source.seek(start)
+        data = self._source.read_buffer(min(nbytes, end - start))
+        if data.size and start + data.size < end:
+            self._parts.appendleft((start + data.size, end))
+        return data
 
 
 def _batch_rows(message: bytes) -> int:
@@ -204,21 +243,28 @@ def _limit_time() -> None:
     set_limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_SECONDS)
 
 
-def _serve(form: str, request: str) -> None:
-    """Send the replies to the engine's process, or the first line of an error. Running out of memory ends it."""
-    import pyarrow.parquet  # noqa: F401
-
+def _statm() -> list[int]:
+    """Return bytes of this process: 1 in RAM, 2 of these in files, 5 of data; see proc(5)."""
     with open("/proc/self/statm", "rb") as file:
-        used = int(file.read().split()[5]) * resource.getpagesize()
+        return [int(pages) * resource.getpagesize() for pages in file.read().split()]
+
+
+def _serve(most: str, request: str) -> None:
+    """Send the replies to the engine's process, or the first line of an error. Running out of memory ends it."""
+    import pyarrow.parquet
+
     # Of data, not of addresses: Arrow files are mapped, not read.
-    set_limit(resource.RLIMIT_DATA, used + READ_BYTES)
+    set_limit(resource.RLIMIT_DATA, _statm()[5] + int(most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_time()
     target = sys.stdout.buffer
     with suppress(BrokenPipeError):
         try:
-            for reply in replies(_FILE, form, *pickle.loads(bytes.fromhex(request))):
-                pickle.dump(reply, target, pickle.HIGHEST_PROTOCOL)
+            for kind, value in replies(_FILE, *pickle.loads(bytes.fromhex(request))):
+                if kind == "taken":
+                    own = _statm()[1] - _statm()[2] + pyarrow.default_memory_pool().max_memory()
+                    value = value[0] + own, value[1]
+                pickle.dump((kind, value), target, pickle.HIGHEST_PROTOCOL)
                 target.flush()
         except MemoryError:
             os._exit(1)

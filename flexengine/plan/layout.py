@@ -42,6 +42,7 @@ EMBEDDED = "embedding rows"
 PASSING = "weights on their way to the GPU"
 COPYING = "copies of weights to a further disk"
 READING = "read buffers"
+ROWS = "rows being read"
 ENTERING = "entering hidden states"
 COPIED = 8 << 20  # bytes of RAM that weights pass through on their way to a further disk
 CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
@@ -140,6 +141,7 @@ def lay_out(
     buffers = gpu_buffers(model, batch_tokens(policy, workload), workload.longest) if model.gpu else 0
     layout.book("device", "workspace", workspace(model, policy, workload) + aligned(buffers))
     layout.book("device", "paused forwards", paused(model, policy, workload))
+    layout.book("device", ROWS, aligned(workload.reading) if capacity.shared else 0)
     if model.experts:
         guest("neurons").book_experts(layout, model, sweep_tokens(policy, workload))
     if policy.delegate or policy.works:

@@ -28,6 +28,7 @@ class Workload:
     nested: int = 1  # most of them that one sequence has
     # tokens that predict a given token, beyond one for each sequence; None if nothing is scored
     scored: int | None = None
+    reading: int = 0  # bytes of memory that reading its rows takes
 
     @staticmethod
     def of(lengths: Iterable[tuple[int, int]]) -> "Workload":

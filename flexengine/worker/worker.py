@@ -15,7 +15,7 @@ from flexengine.model.native.layer import release
 from flexengine.model.sample import Draw, Sampled, Scores, sample
 from flexengine.model.skeleton import Skeleton
 from flexengine.places import DEVICE
-from flexengine.plan.layout import ENTERING, READING
+from flexengine.plan.layout import ENTERING, READING, ROWS
 from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.frame import AFTER, BEFORE
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # imported for jobs that need them
     from flexengine.worker.attend import Attender
     from flexengine.worker.on_demand import OnDemand
 
-_OTHERS = {"workspace", "paused forwards", READING, ENTERING}  # allocated outside of tiers
+_OTHERS = {"workspace", "paused forwards", READING, ENTERING, ROWS}  # allocated outside of tiers
 
 
 @dataclass

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
 from flexengine.job.inputs import InputRows, Row
+from flexengine.job.openai import COMPLETIONS
 
 DEFAULTS = SamplingParams(max_tokens=4)
 
@@ -41,3 +42,9 @@ def arrow_file(path: Path, table) -> Path:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=300)
     return path
+
+
+def batch_fields(url: str = COMPLETIONS, **body) -> dict:
+    """Return the fields of an OpenAI batch line."""
+    given = {"prompt": "hi"} if url == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
+    return {"custom_id": "r-1", "method": "POST", "url": url, "body": {**given, **body}}

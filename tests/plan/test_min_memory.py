@@ -165,3 +165,16 @@ def test_a_shortage_that_two_tiers_share() -> None:
         lay_out_given(MODEL, policy, WORK, capacity)
     assert len(caught.value.least) > 1
     lay_out_given(MODEL, policy, WORK, replace(capacity, **caught.value.least))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_reading_rows_takes_memory_of_a_cpu(shared: bool) -> None:
+    """The least memory is larger by what reading takes, and the message says so; a GPU's memory holds no rows."""
+    read, capacity = (
+        replace(WORK, reading=300 * MIB),
+        Capacity(4096, None if shared else 2**30, 2**40, shared, not shared),
+    )
+    plain, more = refused(MODEL, WORK, capacity), refused(MODEL, read, capacity)
+    assert more.least["device"] - plain.least["device"] == (300 * MIB if shared else 0)
+    assert ("rows being read 314,572,800" in str(more)) == shared
+    assert read.up_to(100).reading == 300 * MIB

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexengine import shipped
 from flexengine.activity import activity, is_terminal, tick
+from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, ModelNotFound, json_fault, shown
 from flexengine.guests.wire.processes import SECRET_FILE
 from flexengine.job.files import check_model_kept, check_not_overwritten
@@ -371,7 +372,9 @@ def open_rows(args: argparse.Namespace) -> "InputRows":
     """Open the input, with the options that ROWS has."""
     from flexengine.job.inputs import InputRows
 
-    return InputRows(args.input, args.prompt_column, args.limit, args.input_format, args.chat, args.score)
+    in_ram = args.device_mem and args.device != "cuda"
+    memory = parse_size(args.device_mem, "--device-mem") if in_ram else None
+    return InputRows(args.input, args.prompt_column, args.limit, args.input_format, args.chat, args.score, memory)
 
 
 def machine_options(args: argparse.Namespace) -> "MachineOptions":
