@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
 
+from flexengine.words import rewording
+
 INTERVAL = 0.5  # seconds between two reports of one activity
 MESSAGE = "message"  # name of a record that is a text only
 LINE_SECONDS = 10.0  # between two plain lines of one activity
@@ -191,18 +193,15 @@ def message(text: str, level: int = logging.INFO) -> None:
 
 def messenger() -> Callable[..., None]:
     """Return a function as `message` for this context's listener. It may be called in other threads."""
-    to = _listener.get()
+    to, reworded = _listener.get(), rewording()
 
     def send(text: str, level: int = logging.INFO) -> None:
         if to is None:
-            log.log(level, "%s", text)
+            log.log(level, "%s", reworded(text))
         else:
-            to(Activity(MESSAGE, text, state="done", level=level))
+            to(Activity(MESSAGE, reworded(text), state="done", level=level))
 
     return send
-
-
-# Reports on standard error: one bar at a time on a terminal, plain lines elsewhere.
 
 
 @dataclass

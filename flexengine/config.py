@@ -198,6 +198,11 @@ class Completion:
     finish_reason: str | None
     logprobs: list[dict[str, Any]] | None = None
 
+    @property
+    def text(self) -> str | None:
+        """Return `generated_text`, as vLLM names it."""
+        return self.generated_text
+
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages of a chat, or token ids
 
@@ -253,6 +258,12 @@ class Result:
     samples: list[Completion] | None = None
     scores: list[Score] | None = None
     prompt: Prompt | None = None
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """Return all completions, as vLLM names them: one, or the n of `samples`; none if `error` is set."""
+        one = Completion(self.generated_text, self.token_ids, self.finish_reason, self.logprobs)
+        return [] if self.error is not None else self.samples or [one]
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, shown
 from flexengine.records import Limit, check, refuse
+from flexengine.words import python_words
 
 WEIGHTS = ("int8", "int4", "int3", "int2")
 FITTED = ("int4", "int3", "int2")  # their scales are fitted to importances, so calibration changes the result
@@ -79,6 +80,7 @@ class Lossy:
         """Return whether attention reads other keys and values than those that were computed, or not all of them."""
         return self.cache is not None or self.sparse_attention is not None
 
+    @python_words
     def __post_init__(self) -> None:
         check(self)
         if self.weights != MIXED and self.budget is not None:

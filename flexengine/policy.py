@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from flexengine.errors import InvalidInput, shown
 from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, place_names, place_of, workers_in_memory
 from flexengine.records import Limit, check, load
+from flexengine.words import python_words
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 REQUESTS, HEADS, TOKENS = PARTITIONS = ("requests", "heads", "tokens")
@@ -119,6 +120,7 @@ class Policy:
     queries_first: bool = False
     neurons: Annotated[float, Limit(0, 1), "a share from 0 to 1"] = 0.0
 
+    @python_words
     def __post_init__(self) -> None:
         check(self, "policy ")
         if self.block_size > MOST_SEQUENCES:
@@ -206,5 +208,5 @@ class Policy:
 
     @staticmethod
     def load(path: str | Path) -> "Policy":
-        """Read a policy file. Raise InvalidInput, with the file's name and the fault, if the file has no policy."""
-        return load(Policy, path, "policy file")
+        """Read a policy file, or a shipped one by its name. Raise InvalidInput, which names the fault, for others."""
+        return load(Policy, path, "policy file", "policies")

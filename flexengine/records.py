@@ -10,6 +10,7 @@ value) and returns the checked value.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -18,7 +19,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
+from flexengine import shipped
 from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown
+from flexengine.words import command_words, python_words
 
 T = TypeVar("T")
 _LARGEST = sys.float_info.max
@@ -88,7 +91,7 @@ def allowed(kind: Any, notes: Sequence[Any] = ()) -> Allowed:
 def checked(rule: Allowed, name: str, value: Any) -> Any:
     """Return a value in the form of its type: a whole number may become a float, a list a tuple, an object a record.
     Raise InvalidInput, which begins with `name`, if the value is not allowed."""
-    kind, (low, high) = rule.kinds[0], rule.limit
+    value, kind, (low, high) = plain(value), rule.kinds[0], rule.limit
     if value is None and rule.optional:
         return None
     if rule.own is not None:
@@ -100,7 +103,7 @@ def checked(rule: Allowed, name: str, value: Any) -> Any:
     elif kind is int or kind is float:
         is_number = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
         if is_number and (isinstance(value, kind) or abs(value) <= _LARGEST):  # a larger one is no float
-            return value if type(value) is kind else kind(value)  # numbers of numpy become Python's
+            return value if type(value) is kind else kind(value)
     elif kind is tuple and rule.item is not None:
         items = (value,) if isinstance(value, str) and rule.item.kinds == (str,) else value
         if isinstance(items, list | tuple) and low <= len(items) <= high:
@@ -114,6 +117,15 @@ def checked(rule: Allowed, name: str, value: Any) -> Any:
     elif is_dataclass(kind) and rule.text == _FIELDS and isinstance(value, Mapping):
         return read(cast(Any, kind), value, name)
     refuse(name, value, rule.text)
+
+
+def plain(value: Any) -> Any:
+    """Return a value with numbers and arrays of numpy, pandas or torch as Python's, also in lists and objects."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return {plain(key): plain(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def check_argument(name: str, value: object, kind: Any) -> None:
@@ -134,9 +146,12 @@ def check(record: Any, prefix: str = "") -> None:
     for name, rule, default in _rules(cast(Any, type(record))):
         value = getattr(record, name)
         if value is not default:
-            made = checked(rule, prefix + name, value)
+            made = _checked(rule, prefix + name, value)
             if made is not value:
                 object.__setattr__(record, name, made)
+
+
+_checked = python_words(checked)
 
 
 @lru_cache
@@ -171,8 +186,16 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     return values
 
 
-def load(kind: type[T], path: str | Path, what: str) -> T:
-    """Return the record in a JSON file. what: kind of file, for messages; errors as for `read_object` and `read`."""
+def load(kind: type[T], path: str | Path, what: str, names: shipped.Kind | None = None) -> T:
+    """Return the record in a JSON file.
+
+    Args:
+        path: of the file; or the name of a shipped file.
+        what: kind of file, for messages; errors as for `read_object` and `read`.
+        names: kind of shipped files; None if there are none of this kind.
+    """
+    if names is not None and not os.path.exists(path):
+        path = python_words(shipped.find_file)(names, os.fspath(path))
     return read(kind, read_object(path, what), f"{what} {path}")
 
 
@@ -191,9 +214,10 @@ def read(kind: type[T], values: object, what: str) -> T:
     if missing:
         raise InvalidInput(f"{what} lacks fields {missing}; add them")
     try:
-        record = kind(**given)
-        if not hasattr(kind, "__post_init__"):
-            check(record)
+        with command_words():  # the values are JSON's
+            record = kind(**given)
+            if not hasattr(kind, "__post_init__"):
+                check(record)
     except InvalidInput as error:
         raise InvalidInput(f"{what}: {error}") from error
     return record

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import InvalidInput
+from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.records import read
 from flexengine.schedule.place import assign_tiers, place_groups
@@ -51,16 +52,16 @@ def test_parse_size_refuses_nothing_at_all_and_more_than_any_machine_has(text: s
     ("fields", "message"),
     [
         ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
-        ({"max_tokens": True}, "max_tokens is true"),
+        ({"max_tokens": True}, "max_tokens is True"),
         ({"max_tokens": 2.0}, "max_tokens is 2.0"),
         ({"temperature": -0.1}, r"temperature is -0.1; it must be 0 \(greedy\) or a positive number"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "hot"}, "temperature is 'hot'; it must be 0"),
-        ({"temperature": False}, "temperature is false"),
+        ({"temperature": False}, "temperature is False"),
         ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
-        ({"seed": True}, "seed is true"),
-        ({"ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
+        ({"seed": True}, "seed is True"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
     ],
 )
 def test_sampling_refusals(fields: dict[str, Any], message: str) -> None:
@@ -82,7 +83,7 @@ def test_whole_numbers(name: str, value: Any) -> None:
     with pytest.raises(InvalidInput) as caught:
         Policy(**{name: value})
     allowed = f"a whole number of at least 1 and at most {'1,000' if name == 'slots' else '1,000,000,000'}"
-    shown = "null" if value is None else "true" if value is True else repr(value)
+    shown = repr(value)
     assert str(caught.value) == f"policy {name} is {shown}; it must be {allowed}"
 
 
@@ -124,11 +125,11 @@ def test_schedule_is_one_of_four() -> None:
         Policy(schedule="zag")
 
 
-@pytest.mark.parametrize(("value", "shown"), [(1, "1"), (0, "0"), (None, "null"), ("yes", "'yes'"), ([True], "[true]")])
+@pytest.mark.parametrize(("value", "shown"), [(1, "1"), (0, "0"), (None, "None"), ("yes", "'yes'"), ([True], "[true]")])
 def test_delegate_is_true_or_false(value: Any, shown: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         Policy(cache=(0, 1, 0), delegate=value)
-    assert str(caught.value) == f"policy delegate is {shown}; it must be true or false"
+    assert str(caught.value) == f"policy delegate is {shown}; it must be True or False"
 
 
 def test_delegate_needs_a_cache_on_the_host_and_activations_on_the_device(tmp_path: Path) -> None:
@@ -226,8 +227,15 @@ def test_a_file_without_an_end() -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"policy file [^ ]*gone.json cannot be read: No such file or directory$"):
+    with pytest.raises(InvalidInput, match=r"there is no policy file [^ ]*gone.json; give a path, or a name \(shipped"):
         Policy.load(tmp_path / "gone.json")
+    with pytest.raises(InvalidInput, match="no hardware file t4; did you mean t4-16gb_208gb_ssd"):
+        Hardware.load("t4")
+
+
+def test_shipped_names_load_in_python() -> None:
+    assert Policy.load("opt-30b") == Policy.load("policies/published/opt-30b.json")
+    assert Hardware.load("t4-16gb_208gb_ssd") == Hardware.load("policies/hardware/t4-16gb_208gb_ssd.json")
 
 
 def test_read() -> None:

@@ -22,7 +22,7 @@ class Inner:
 @dataclass(frozen=True)
 class Outer:
     name: Annotated[str, ("a", "b")] = "a"
-    size: Annotated[int | None, Limit(1, 2000), ", or null"] = None
+    size: Annotated[int | None, Limit(1, 2000), ", or None"] = None
     on: bool = False
     words: tuple[str, ...] = ()
     pair: Annotated[tuple[float, float], Limit(2, 2), "two numbers"] = (0.0, 0.0)
@@ -41,11 +41,11 @@ class Outer:
     [
         ({"name": "c"}, "outer name is 'c'; it must be one of a, b"),
         ({"name": 1}, "outer name is 1; it must be one of a, b"),
-        ({"size": 0}, "outer size is 0; it must be a whole number of at least 1 and at most 2,000, or null"),
-        ({"size": True}, "outer size is true; it must be a whole number"),
+        ({"size": 0}, "outer size is 0; it must be a whole number of at least 1 and at most 2,000, or None"),
+        ({"size": True}, "outer size is True; it must be a whole number"),
         ({"size": 2.0}, "outer size is 2.0; it must be a whole number"),
-        ({"on": 1}, "outer on is 1; it must be true or false"),
-        ({"on": None}, "outer on is null; it must be true or false"),
+        ({"on": 1}, "outer on is 1; it must be True or False"),
+        ({"on": None}, "outer on is None; it must be True or False"),
         ({"words": [1]}, "outer words[0] is 1; it must be text"),
         ({"words": 1}, "outer words is 1; it must be a list of texts"),
         ({"pair": [1]}, "outer pair is [1]; it must be two numbers"),
@@ -88,8 +88,12 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     made = Outer(pair=(np.float64(1.5), np.float64(2.5)), inner=read(Inner, {"share": np.float64(0.5)}, "file"))
     assert made.inner is not None
     assert [type(number) for number in (*made.pair, made.inner.share)] == [float] * 3
-    with pytest.raises(InvalidInput, match=r"size is np.int64\(3\); it must be a whole number"):
-        Outer(size=np.int64(3))  # type: ignore[arg-type]
+    size: Any = np.int64(3)
+    assert type(Outer(size=size).size) is int
+    words: Any = np.array(["a", "b"])
+    assert Outer(words=words).words == ("a", "b")
+    with pytest.raises(InvalidInput, match=r"size is 2\.5; it must be a whole number"):
+        Outer(size=np.float64(2.5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400)])

@@ -11,7 +11,9 @@ from flexengine.engine.session import Session
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Params
 from flexengine.errors import InvalidInput, shown
+from flexengine.job.rows import refuse_table
 from flexengine.records import check_argument
+from flexengine.words import python_words
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
 Messages = Sequence[Mapping[str, Any]]  # a conversation
@@ -39,6 +41,7 @@ class Engine(Session):
     """
 
     @takes(EngineOptions)
+    @python_words
     def __init__(self, *args: Any, **options: Any) -> None:
         """Open a model. No weights are read.
 
@@ -66,6 +69,7 @@ class Engine(Session):
     @overload
     def generate(self, prompts: Iterable[Any], params: Params | None = None) -> list[Result]: ...
 
+    @python_words
     def generate(self, prompts: Iterable[Any], params: Params | None = None) -> Result | list[Result]:
         """Return the result of one prompt, or the results of many in their order.
 
@@ -102,6 +106,7 @@ class Engine(Session):
         self, messages: Sequence[Messages], params: Params | None = None, *, tools: Tools = None
     ) -> list[Result]: ...
 
+    @python_words
     def chat(self, messages: Any, params: Any = None, *, tools: Tools = None) -> Result | list[Result]:
         """Return the answer to one conversation, or the answers to many in their order.
 
@@ -124,8 +129,10 @@ class Engine(Session):
         Examples:
             >>> engine.chat([{"role": "user", "content": "Name three colours."}]).generated_text
         """
-        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        refuse_table("messages", messages)
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
             raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages, or of such lists")
+        messages = messages if isinstance(messages, Sequence) else list(messages)
         check_argument("tools", tools, Annotated[list[Any] | None, "a list of tools (JSON schemas), or None"])
         shared = {} if tools is None else {"tools": tools}
         if messages and isinstance(messages[0], Mapping):
@@ -144,6 +151,7 @@ class Engine(Session):
         self, context: Text | Sequence[Text], continuation: Sequence[Text], *, on_result: OnResult | None = None
     ) -> list[Result]: ...
 
+    @python_words
     def score(self, context: Any, continuation: Any, *, on_result: OnResult | None = None) -> Result | list[Result]:
         """Return the log probabilities of given continuations (teacher forcing).
 
@@ -180,6 +188,7 @@ class Engine(Session):
         results = self._all(rows, SamplingParams(logprobs=1), on_result)
         return results[0] if alone else results
 
+    @python_words
     def run_job(
         self,
         input: str | Path,
@@ -231,6 +240,11 @@ class Engine(Session):
             >>> print(f"{summary.job.done} of {summary.job.rows} rows done")
         """
         self._check_idle()
+        if hasattr(input, "columns"):
+            raise InvalidInput(
+                f"input is a {type(input).__name__}; it must be the name of a file: write the table to one, such as"
+                " df.to_json('rows.jsonl', orient='records', lines=True), or give a column to generate"
+            )
         from flexengine.engine.file_job import run_job  # other jobs read no file
 
         return run_job(

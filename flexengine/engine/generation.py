@@ -20,7 +20,7 @@ from flexengine.engine.survey import Arranged, Arrangement
 from flexengine.errors import InvalidInput
 from flexengine.job.rows import Request
 from flexengine.model.tokenizer import Stops, bad_word_ids, resolved
-from flexengine.runtime.execute import shortage
+from flexengine.runtime.execute import Cancelled, shortage
 from flexengine.runtime.lane import forget_variables
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.sweeps import Sequence
@@ -124,6 +124,7 @@ class Generation:
                 of the arrangement's feed.
             WorkerLost: an attention worker was lost. The caller must do the same, or replace the worker, call `lose`
                 with the place of its KV cache, and `run` again.
+            Cancelled: another thread has stopped the job.
         """
         while not (self.resources.sweeps.idle and self.arrangement.ended):
             for cohort in range(len(self.resources.sweeps.cohorts)):
@@ -134,6 +135,8 @@ class Generation:
                     row = self.arrangement.bad.popleft()
                     self.progress.failed += 1
                     yield Result(row.index, error=row.error, prompt=row.prompt)
+                if self.resources.own.executor.stopped.is_set():
+                    raise Cancelled("the job was stopped")
                 if not self.resources.sweeps.idle:  # else `_take` read only rows with errors, up to its limit
                     self._guarded(self._begin, cohort)
 

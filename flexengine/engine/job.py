@@ -12,6 +12,7 @@ called again with a new worker. If several are lost at once, `prepare` is repeat
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import fields, replace
@@ -51,6 +52,8 @@ class Job:
         replans: replans after out-of-memory errors.
         losses: losses of attention workers since a row was finished last.
         in_flight: rows in flight when the last plan ran out of memory.
+        stopped: set by any thread to end the job before its next task, with Cancelled.
+        ended: set when the job has ended and has freed its memory.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Job:
         self.summary = core.empty_summary()
         self.progress, self.replanned = Progress(), list[str]()
         self.replans = self.losses = self.in_flight = 0
+        self.stopped, self.ended = threading.Event(), threading.Event()
         self._rows_at_loss = 0  # rows finished when a worker was lost last
         self._feed: Iterator[Request | Row] = iter(())  # rows not started; after a replan, unfinished ones first
         self._load_seconds = 0.0  # before the first sweep, summed over plans
@@ -149,7 +153,7 @@ class Job:
             listener(), self.progress, self.rows, lambda: sum(disk.bytes_read for disk in core.machine.disks),
             best_read_rate(watch.cost.hardware), resources.own.worker.weights.arrivals.pending_bytes,
         )  # fmt: skip
-        resources.own.executor.watchdog.look = reports.look
+        resources.own.executor.watchdog.look, resources.own.executor.stopped = reports.look, self.stopped
         arrangement = Arrangement(self._feed, core.shares)
         generation = Generation(resources, arrangement, core.tokenizer, core.eos, reports, core.lossy.alters_cache)
         failed = True

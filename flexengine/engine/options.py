@@ -20,6 +20,7 @@ from flexengine.policy import Policy
 from flexengine.records import Limit, check, check_argument, refuse
 from flexengine.tier.base import Tier
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine
+from flexengine.words import python_words
 
 if TYPE_CHECKING:
     from flexengine.plan.stages import Strategy
@@ -102,6 +103,7 @@ class MachineOptions:
     sharing: _Engines = None
     worker_sharing: _Engines = None
 
+    @python_words
     def __post_init__(self) -> None:
         check(self)
         if self.attention_workers or self.worker_mem is not None:
@@ -165,7 +167,7 @@ class EngineOptions(MachineOptions):
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
             nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
             the end of long work, and about twice a second meanwhile, possibly from another thread, one call at a time.
-            None is True if standard error is a terminal, else False.
+            None is True if standard error is a terminal, else False; a notebook shows long work that is done once.
 
     Raises:
         InvalidInput: a value has the wrong type or is not allowed, or two options exclude each other.
@@ -187,6 +189,7 @@ class EngineOptions(MachineOptions):
     strategy: "Strategy | None" = None
     progress: Annotated[bool | Listener | None, _progress] = None
 
+    @python_words
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.strategy is not None:

@@ -16,10 +16,12 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
+from flexengine.job import rows as given
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.foreign import whole
 from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Request, Row, Target, check_text, checked_ids, tokenized
 from flexengine.model.tokenizer import opening, token_ids
+from flexengine.records import plain
 
 MAX_CHOICES = 1000
 
@@ -170,6 +172,9 @@ def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
         InvalidInput: an argument is neither text nor token ids nor a list of either, the lists have different lengths,
             or a context and its continuation are of different kinds.
     """
+    given.refuse_table("context", context)
+    given.refuse_table("continuation", continuation)
+    context, continuation = plain(context), plain(continuation)
     if _is_one(continuation):
         if not (_is_one(context) or context == []):
             fault = f"context is {shown(context)} beside one continuation"

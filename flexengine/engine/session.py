@@ -1,12 +1,16 @@
 """An opened model on which one job at a time runs: the base of `Engine`, whose public methods use it."""
 
+import asyncio
 import contextlib
+import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
-from flexengine.activity import listener_of, reported, reporting
+from flexengine.activity import MESSAGE, Activity, listener_of, log, reported, reporting
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.calibrator import BITS, Calibrator, OpenExact
 from flexengine.engine.core import Core
@@ -15,7 +19,8 @@ from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
 from flexengine.engine.summary import JobRows, Summary
 from flexengine.engine.survey import Params, PromptReader
-from flexengine.errors import InvalidInput, RanOut, shown
+from flexengine.errors import FlexError, InvalidInput, RanOut, shown
+from flexengine.job.rows import refuse_table
 from flexengine.job.same_job import MODEL_FILES
 from flexengine.lossy import MIXED, Lossy
 from flexengine.model import identity
@@ -23,7 +28,12 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
+from flexengine.runtime.execute import Cancelled
+from flexengine.words import in_python, python_words, reword
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_ENDED = {False: "stop() of this engine", True: "close() of this engine"}
 # Imported for pipelines.
 STAGES_DRIVER = "flexengine.guests.stages.remote:Driver"
 STAGES_PLANNER = "flexengine.guests.stages.remote:PipelinePlanner"
@@ -43,6 +53,8 @@ class Session:
         own weights."""
         self.options = options
         self.listener = listener_of(options.progress)  # receives reports of progress, and messages; None for the logger
+        if options.progress is None and self.listener is None and "ipykernel" in sys.modules:
+            self.listener = _in_notebook
         with reporting(self.listener):
             self.core = core = _core(options)
         basis = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
@@ -67,8 +79,9 @@ class Session:
         self.load_first = False
         self._job: Job | None = None  # the last one
         self._running: Generator[Result] | None = None
-        self._closed = False
-        self._lock = threading.Lock()
+        self._closed, self._process = False, os.getpid()
+        self._lock = threading.RLock()  # held while a job begins; a listener may call `close` meanwhile
+        self._thread = 0  # in which the job's generator runs, or ran last
 
     def __enter__(self) -> Self:
         return self
@@ -159,21 +172,52 @@ class Session:
         with reporting(self.listener):
             return self.planner.layout(workload, self.core.resident)
 
-    def close(self) -> None:
-        """End the running job, if any, and free memory and files. Further calls do nothing.
+    def stop(self) -> None:
+        """End the running job, from any thread, before its next task; the call that runs it raises InvalidInput. The
+        engine can then run another job. Nothing happens if no job runs."""
+        if self._job is not None:
+            self._job.stopped.set()
 
-        Raises:
-            InvalidInput: another thread runs a job.
+    async def in_thread(self, method: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Return what a method of this engine returns. It runs in a thread, so other tasks of the event loop go on. If
+        the task that awaits it is cancelled, the job is stopped, and has ended when the task goes on.
+
+        Examples:
+            >>> results = await engine.in_thread(engine.generate, prompts, SamplingParams(max_tokens=32))
         """
-        if (running := self._running) is not None:
+        call = asyncio.ensure_future(asyncio.to_thread(method, *args, **options))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            while not call.done():  # it may not have begun yet
+                self.stop()
+                await asyncio.wait([call], timeout=0.05)
+            call.exception()  # as the job was stopped: else asyncio reports that no task has read it
+            raise
+
+    def close(self) -> None:
+        """End the running job, if any, in any thread, as `stop` does; wait for its end, and free memory and files.
+
+        Further calls do nothing, and so do calls in a forked process, whose parent owns the engine. If the function
+        that calls `close` was called by the job itself, the job ends and frees all after the function has returned.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._closed = True
+            self.stop()
+            running, job = self._running, self._job
+        if running is not None and job is not None:
             try:
                 running.close()
-            except ValueError as error:
-                raise InvalidInput(
-                    "this engine is generating, in another thread or in the function that calls close; let it end first"
-                ) from error
+            except ValueError:  # it is being executed
+                if self._thread == threading.get_ident():
+                    return
+                job.ended.wait()
             self._running = None
-        self._closed = True
+        self._free()
+
+    def _free(self) -> None:
         self.core.close()
         if self.core.driver is not None:
             self.core.driver.leave()
@@ -181,12 +225,19 @@ class Session:
     def _check_idle(self) -> None:
         self._check_open()
         if self._running is not None:
-            raise InvalidInput("this engine is generating already; finish or close the other stream first")
+            where = "in this thread or another one"
+            raise InvalidInput(f"this engine is generating already, {where}; let the other call end, or call stop()")
 
     def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise InvalidInput(
+                "this engine was opened before this process was forked, and its threads are in the parent process; open"
+                " an Engine in each process, or start processes by multiprocessing.get_context('spawn')"
+            )
         if self._closed:
             raise InvalidInput("this engine is closed; open a new Engine")
 
+    @python_words
     def stream(self, prompts: Iterable[Any], params: Params | None = None) -> Generator[Result]:
         """Yield results as rows finish, in any order; `index` is the number of the row.
 
@@ -212,6 +263,7 @@ class Session:
             ...     print(result.index, result.generated_text)
         """
         self._check_open()
+        refuse_table("prompts", prompts)
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InvalidInput(f"prompts is {shown(prompts)}; it must be a list of prompts")
         if isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params):
@@ -223,7 +275,7 @@ class Session:
                 )
         elif not isinstance(params, SamplingParams | None):
             raise InvalidInput(f"params is {shown(params)}; it must be SamplingParams, or a list of them")
-        return self.results(prompts, SamplingParams() if params is None else params, JobRows())
+        return _in_python(self.results(prompts, SamplingParams() if params is None else params, JobRows()))
 
     def results(self, prompts: Iterable[Any], params: Params, rows: JobRows) -> Generator[Result]:
         """Yield results as `stream`, which checks the arguments. rows: those of the whole job, of which these prompts
@@ -231,16 +283,24 @@ class Session:
         with self._lock:
             self._check_idle()
             self.choose_bits()
-            self._job = Job(self.core, self.planner, self.reader, self.on_sweep, self.load_first, rows)
-            self._running = running = reported(self.listener, self._job.results(prompts, params))
+            self._job = job = Job(self.core, self.planner, self.reader, self.on_sweep, self.load_first, rows)
+            self._running = running = reported(self.listener, job.results(prompts, params))
         try:
-            yield from running
+            self._thread = threading.get_ident()
+            for result in running:
+                yield result
+                self._thread = threading.get_ident()
             if self._running is not running:
                 raise InvalidInput("the engine was closed before this stream had ended")
+        except Cancelled:
+            raise InvalidInput(f"the job was ended before all rows were done, by {_ENDED[self._closed]}") from None
         finally:
             running.close()
             if self._running is running:
                 self._running = None
+                if self._closed:
+                    self._free()
+            job.ended.set()
 
     def _all(
         self,
@@ -263,6 +323,28 @@ class Session:
         finally:
             results.sort(key=lambda result: result.index)
         return results
+
+
+def _in_notebook(record: Activity) -> None:
+    """Send messages to the logger, as without a listener, and print the text of long work that is done only once, such
+    as converting and compiling: a cell that shows nothing for minutes seems to hang."""
+    if record.state == "began" or record.name == MESSAGE:
+        log.log(record.level, "%s", record.text)
+    if record.state == "began" and record.level >= logging.INFO:
+        print(f"flexengine: {record.text}; progress=True shows more", file=sys.stderr)
+
+
+def _in_python(results: Generator[Result]) -> Generator[Result]:
+    """Yield results, with their errors, and errors of the job, in the words of Python."""
+    try:
+        for result in results:
+            result.error = result.error and in_python(result.error)
+            yield result
+    except FlexError as error:
+        reword(error)
+        raise
+    finally:
+        results.close()
 
 
 def _core(options: EngineOptions) -> Core:

@@ -135,7 +135,9 @@ def own_sampling(request: Mapping[str, Any], defaults: SamplingParams) -> Sampli
 
 
 def whole(value: Any) -> Any:
-    """Return the value with floats that are whole numbers as int, also those in a list: pandas writes 8 as 8.0."""
+    """Return the value with floats that are whole numbers as int, also those in a list: pandas writes 8 as 8.0. Numbers
+    and arrays of numpy or torch become Python's."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple):
         return [whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -79,8 +79,22 @@ def row_of(prompt: object, index: int) -> Row:
     if isinstance(prompt, str):
         return Row(index, 0, {"prompt": prompt})
     if isinstance(prompt, Mapping):  # pandas has NaN for no value
-        return Row(index, 0, {k: v for k, v in prompt.items() if not (isinstance(v, float) and math.isnan(v))})
+        cells = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in prompt.items()}
+        return Row(index, 0, {k: v for k, v in cells.items() if not (isinstance(v, float) and math.isnan(v))})
     return Row(index, 0).refused(f"is {json_kind(prompt)}; it must be a string or an object with the fields of a row")
+
+
+def refuse_table(name: str, value: Any) -> None:
+    """Raise InvalidInput for a table of pandas, polars or pyarrow: an iteration yields the names of its columns, or the
+    columns. name: of the argument."""
+    if isinstance(value, str | Mapping) or not hasattr(value, "columns"):
+        return
+    names = [str(each) for each in getattr(value, "column_names", value.columns)]
+    column = next((each for each in ("prompt", "text", *names) if each in names), "prompt")
+    method = {"polars": "to_list", "pyarrow": "to_pylist"}.get(type(value).__module__.partition(".")[0], "tolist")
+    raise InvalidInput(
+        f"{name} is a {type(value).__name__} with columns {shown(names)}; name the column: df[{column!r}].{method}()"
+    )
 
 
 def without_place(error: str) -> str:
@@ -276,7 +290,6 @@ def check_text(kind: str, text: str) -> None:
 
 def checked_ids(kind: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
     """Return token ids as a tuple. Raise InvalidInput, with the field's name `kind`, if these are no token ids."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # an array of numpy, or a tensor of torch
     value = whole(value)
     if not isinstance(value, (list, tuple)) or not value:
         raise InvalidInput(f"{kind} is {shown(value)}; it must be an array of token ids that is not empty")

@@ -103,6 +103,15 @@ def openmp_runtime() -> str | None:
     return match[1] if match else None
 
 
+@cache
+def _mark_of(openmp: str | None) -> str:
+    """Return the name and digest of an OpenMP library: the kernels are linked to a library of this name."""
+    if openmp is None:
+        return ""
+    with open(openmp, "rb") as file:
+        return f"{Path(openmp).name} {hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
 def _folder() -> Path:
     """Return the folder to build libraries in: a temporary one of this process if the cache cannot be written."""
     try:
@@ -160,8 +169,10 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
 
 
 def _name(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> str:
-    """Return the file name of the library, which is a hash of all that it depends on."""
-    parts = [_code(sources), _run([*compiler, "--version"]), *flags, str(openmp_runtime()), cpu_type()]
+    """Return the file name of the library, which is a hash of all that it depends on. Names and directories of the
+    compiler and of the OpenMP library are left out, as environments have equal ones at several places."""
+    first = _run([*compiler, "--version"]).partition("\n")[0].partition(" ")[2]  # g++ (Debian 12.2.0-14) 12.2.0
+    parts = [_code(sources), first, *compiler[1:], *flags, _mark_of(openmp_runtime()), cpu_type()]
     return f"cpu-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
 
 

@@ -6,6 +6,9 @@ $FLEXENGINE_CACHE or ~/.cache/flexengine
   prepared/<key>.part/      unfinished encoded weights; the next run continues with them, within ABANDONED seconds
   prepared/<key>.tmp-<pid>/ written by the process that holds the lock; garbage if no process holds it
   prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
+  prepared/<key>.sha256     digest of a model's file, with the size and times that the file had; the key is of its path
+
+A key is a hash of contents, so environments and copies of a model share one directory, and a changed file has another.
 """
 
 import fcntl
@@ -16,19 +19,21 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from pathlib import Path
 
 from flexengine.activity import activity, tick
 from flexengine.config import cache_root, mark_used, sync_path
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.verify import Verifier, write_sums
-from flexengine.read_retries import opened
+from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums, write_sums
 
 FORMAT = 2  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
 NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
-_MIB = 2**20
+_HASHERS = 8  # threads at most
+_YOUNG = 3.0  # seconds after a change in which another change may leave the same times; digests are not stored then
 _POLL = 0.1  # seconds between two attempts to lock
 _held: dict[Path, int] = {}  # descriptor by directory that this process uses
 
@@ -66,16 +71,63 @@ def hold(directory: Path) -> bool:
 
 def fingerprint(files: Iterable[Path], what: str = "") -> str:
     """Return the cache key of a checkpoint, and of `what` was made from it: a hash of FORMAT, `what`, and each file's
-    name, size, modification time, first and last MiB."""
-    digest = hashlib.sha256(f"flexengine {FORMAT}\n{what}".encode())
-    for file in files:
-        stat = file.stat()
-        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-        with opened(file) as stream:
-            digest.update(stream.read(_MIB))
-            stream.seek(max(stat.st_size - _MIB, 0))
-            digest.update(stream.read(_MIB))
-    return digest.hexdigest()[:32]
+    name and content. The name of a single file is left out, as users rename models."""
+    paths = list(files)
+    names = [path.name for path in paths] if len(paths) > 1 else [""]
+    parts = [f"{name}\0{digest}\n" for name, digest in zip(names, digests(paths), strict=bool(paths))]
+    return hashlib.sha256("".join([f"flexengine {FORMAT}\n{what}", *parts]).encode()).hexdigest()[:32]
+
+
+def digests(files: Sequence[Path]) -> list[str]:
+    """Return the SHA-256 of each file. Files whose path, size and times of change are those of an earlier call, in any
+    process, are not read again. Linux sets one of the times, ctime, at every change of a file; no program can set it.
+    """
+    known = [_known(file) for file in files]
+    unknown = [file for file, digest in zip(files, known, strict=True) if digest is None]
+    if not unknown:
+        return [str(digest) for digest in known]
+    total = sum(file.stat().st_size for file in unknown)
+    text = f"hashing the model's files, once, to find what was made from the same content ({total / 1e9:.2f} GB)"
+    with activity("hashing", text, total, "B"), ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
+        hashed = iter([pool.submit(copy_context().run, _hashed, file) for file in unknown])
+        return [digest or next(hashed).result() for digest in known]
+
+
+def _known(file: Path) -> str | None:
+    if file.parent.parent == cache_root() / "prepared":  # converted: `_build` wrote the digests
+        with suppress(BadCheckpoint):
+            return read_sums(file.parent / SUMS).get(file.name)
+    try:
+        marks, _, digest = _digest_file(file).read_text(encoding="ascii").rpartition(" ")
+    except (OSError, ValueError):  # a damaged file is no text
+        return None
+    return digest if marks == _marks(file) and len(digest) == 64 else None
+
+
+def _hashed(file: Path) -> str:
+    """Return the SHA-256 of a file, and store it unless the file may have changed meanwhile."""
+    began, marks = time.time(), _marks(file)
+    digest = digest_of(file)
+    about = file.stat()
+    if marks == _marks(file) and began - max(about.st_mtime, about.st_ctime) > _YOUNG:
+        with suppress(OSError):  # the cache cannot be written: the next call hashes again
+            _make_private(_digest_file(file).parent)
+            _digest_file(file).write_text(f"{marks} {digest}", encoding="ascii")
+    return digest
+
+
+def _digest_file(file: Path) -> Path:
+    return cache_root() / "prepared" / f"{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]}.sha256"
+
+
+def _marks(file: Path) -> str:
+    about = file.stat()
+    return f"{about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
+
+
+def _make_private(directory: Path) -> None:
+    for missing in reversed([p for p in (directory, *directory.parents) if not p.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def directory_for(files: Iterable[Path], what: str = "") -> Path:
@@ -116,8 +168,7 @@ def prepared(
     root = final.parent
     try:
         while not hold(final):
-            for missing in reversed([p for p in (root, *root.parents) if not p.exists()]):
-                missing.mkdir(mode=0o700, exist_ok=True)
+            _make_private(root)
             with _locked(final):
                 if not final.is_dir():
                     _sweep(final)

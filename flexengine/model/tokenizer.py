@@ -119,7 +119,7 @@ def unapplied(directory: Path) -> str:
         return ""
     listed = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
     penalty = found.get("repetition_penalty")
-    remedy = f"; --repetition-penalty {penalty}, or SamplingParams(repetition_penalty={penalty}), applies that one"
+    remedy = f"; --repetition-penalty {penalty} applies that one"
     return (
         f"{path} has {listed}, which generate of transformers applies and this engine does not, so tokens may"
         f" differ{remedy if penalty else ''}"

@@ -30,6 +30,7 @@ from flexengine.places import (
 )
 from flexengine.policy import Policy
 from flexengine.records import Limit, allowed, check, checked, load, printable, read, refuse
+from flexengine.words import python_words
 
 KINDS = ("cpu", "cuda", "sim")
 STREAMING = ("device", "disk_read", "wake")
@@ -262,6 +263,7 @@ class Hardware:
     quick: tuple[str, ...] = ()
     prices: Mapping[str, Rate] = field(default_factory=dict)
 
+    @python_words
     def __post_init__(self) -> None:
         check(self)
         if self.filed >= max(1, len(self.workers)):
@@ -372,5 +374,5 @@ class Hardware:
 
     @staticmethod
     def load(path: str | Path) -> "Hardware":
-        """Read a hardware file. Raise InvalidInput that names the file and the error."""
-        return load(Hardware, path, "hardware file")
+        """Read a hardware file, or a shipped one by its name. Raise InvalidInput that names the file and the error."""
+        return load(Hardware, path, "hardware file", "hardware")

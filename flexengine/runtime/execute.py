@@ -54,7 +54,7 @@ def causes_raised() -> Iterator[None]:
 
 
 class Cancelled(Exception):
-    """A task was not begun, because its job had ended."""
+    """A task was not begun, because its job had ended or was stopped."""
 
 
 class Watchdog:
@@ -131,11 +131,12 @@ class Executor:
     Attributes:
         times: seconds of the tasks that have ended.
         watchdog: reports tasks that last.
+        stopped: set by any thread to begin no further task, also if the executor is entered again.
     """
 
     def __init__(self, perform: Callable[[Task], None], lane_kind: str, *notes: Note) -> None:
         self.perform, self.kind = perform, lane_kind
-        self.times, self.watchdog = TaskTimes(notes), Watchdog()
+        self.times, self.watchdog, self.stopped = TaskTimes(notes), Watchdog(), threading.Event()
         self.lanes: dict[str, LaneRunner] = {}
         self.edges: Edges[Done] = Edges()
         self._ended = False
@@ -199,7 +200,7 @@ class Executor:
         return done
 
     def _work(self, task: Task, lane: LaneRunner) -> None:
-        if self._ended:
+        if self._ended or self.stopped.is_set():
             raise Cancelled(str(task))
         began = lane.mark()
         with self.watchdog.during(task):

@@ -269,12 +269,12 @@ def test_an_unusable_offload_directory_is_known_before_weights_are_loaded(famili
 
     (tmp_path / "file").touch()
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
-    with pytest.raises(InvalidInput, match=r"file is no directory to write in; set --offload-dir"):
+    with pytest.raises(InvalidInput, match=r"file is no directory to write in; set offload_dir"):
         Engine(families("llama").directory, policy=policy, device="cpu", offload_dir=tmp_path / "file" / "x")
     late = tmp_path / "late" / "x"
     with Engine(families("llama").directory, policy=policy, device="cpu", offload_dir=late) as engine:
         (tmp_path / "late").touch()  # somebody was quicker
-        with pytest.raises(InvalidInput, match="--offload-dir"):
+        with pytest.raises(InvalidInput, match="offload_dir"):
             engine.generate(families("llama").rows, GREEDY)
         assert engine.core.machine.traffic()["disk_read"] == 0
 
@@ -286,7 +286,7 @@ def test_an_offload_directory_without_room_is_known_before_weights_are_loaded(
     monkeypatch.setattr("flexengine.tier.machine.usable_disk", lambda directory: 65536)
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
     with Engine(families("llama").directory, policy=policy, device="sim", offload_dir=tmp_path / "off") as engine:
-        with pytest.raises(OutOfMemory, match=r" 65,536 are given.* set --offload-dir") as caught:
+        with pytest.raises(OutOfMemory, match=r" 65,536 are given.* set offload_dir") as caught:
             engine.generate([{"prompt_token_ids": [5] * 40}] * 64, SamplingParams(max_tokens=100))
         assert caught.value.tier == "disk"
         assert caught.value.needed > caught.value.capacity == 65536

@@ -108,15 +108,15 @@ def test_bad_directories(families: Any, tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at all")
     for given, message in (
         ([a, b, tmp_path / "." / "a"], r"a is given twice; give each directory once"),
-        ([a, tmp_path / "file" / "x"], r"file is no directory to write in; set --offload-dir"),
-        ([tmp_path / str(i) for i in range(9)], "--offload-dir is given 9 times; give it at most 8 times"),
-        ([a, tmp_path / "dangling"], r"dangling is no directory to write in; set --offload-dir"),
+        ([a, tmp_path / "file" / "x"], r"file is no directory to write in; set offload_dir"),
+        ([tmp_path / str(i) for i in range(9)], "offload_dir is given 9 times; give it at most 8 times"),
+        ([a, tmp_path / "dangling"], r"dangling is no directory to write in; set offload_dir"),
     ):
         with pytest.raises(InvalidInput, match=message):
             Engine(model, policy=Policy(), device="cpu", offload_dir=given)
     with (
         Engine(model, policy=Policy(cache=SECOND), device="cpu", offload_dir=a) as engine,
-        pytest.raises(InvalidInput, match="share on disk2, but the machine has device, host, disk; give --offload"),
+        pytest.raises(InvalidInput, match="share on disk2, but the machine has device, host, disk; give offload_dir"),
     ):
         engine.generate([{"prompt_token_ids": [1, 2]}], GREEDY)
 

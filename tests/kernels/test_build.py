@@ -119,6 +119,27 @@ def test_a_compiler_that_does_not_know_this_processor(monkeypatch: pytest.Monkey
     assert heard.messages == [said]
 
 
+def test_a_second_environment_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its compiler has another name, and its OpenMP library is a copy in another directory."""
+    real, openmp = shutil.which("c++") or pytest.skip("no C++ compiler"), build.openmp_runtime()
+    source = tmp_path / "some.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
+    assert build.load(sources=[source]).answer() == 42
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    (tmp_path / "x86_64-conda-linux-gnu-c++").symlink_to(real)
+    monkeypatch.setenv("CXX", str(tmp_path / "x86_64-conda-linux-gnu-c++"))
+    monkeypatch.setattr(build, "openmp_runtime", lambda: shutil.copy(openmp, tmp_path))
+    assert build.load(sources=[source]).answer() == 42
+    name = build._name(["c++"], [], [source])
+    assert build._name(["c++", "-O0"], [], [source]) != name != build._name(["c++"], ["-O0"], [source])
+    other = tmp_path / "other" / Path(openmp).name
+    other.parent.mkdir()
+    other.write_bytes(Path(openmp).read_bytes() + b" ")
+    monkeypatch.setattr(build, "openmp_runtime", lambda: str(other))
+    assert build._name(["c++"], [], [source]) != name
+
+
 def test_the_headers_are_part_of_what_is_built(tmp_path: Path) -> None:
     source = tmp_path / "some.cpp"
     source.write_text("// nothing\n")

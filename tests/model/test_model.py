@@ -261,8 +261,7 @@ def test_settings_of_generate_that_are_not_applied_are_named(families: Any, tmp_
     (text,) = said({"repetition_penalty": 1.5})
     assert text == (
         f"{tmp_path}/generation_config.json has repetition_penalty 1.5, which generate of transformers applies and this"
-        " engine does not, so tokens may differ; --repetition-penalty 1.5, or SamplingParams(repetition_penalty=1.5),"
-        " applies that one"
+        " engine does not, so tokens may differ; repetition_penalty=1.5 applies that one"
     )
     (text,) = said({"forced_bos_token_id": 0, "begin_suppress_tokens": [3], "no_repeat_ngram_size": 2})
     assert "has begin_suppress_tokens [3], forced_bos_token_id 0, no_repeat_ngram_size 2, which" in text

@@ -1,6 +1,7 @@
 """The cache of prepared weights: built once, by one process, whole or not at all."""
 
 import fcntl
+import hashlib
 import multiprocessing
 import os
 import shutil
@@ -13,9 +14,11 @@ import pytest
 from safetensors import SafetensorError
 
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
+from flexengine.model import prepare
 from flexengine.model import shards as shard_files
 from flexengine.model.prepare import prepared
-from flexengine.model.verify import Verifier, read_sums
+from flexengine.model.verify import Verifier, digest_of, read_sums
+from flexengine.shell.cachedir import contents
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -46,10 +49,45 @@ def test_built_once_private_and_keyed_by_content(tmp_path, monkeypatch):
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         assert prepared(file, [file], build) != first
     file.write_bytes(b"a" * 3_000_000)
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert prepared(file, [file], build) == first
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert prepared(file, [file], build) != first
+    copy = shutil.copy(file, tmp_path / "y.gguf")
+    assert prepared(file, [file], build) == prepared(copy, [copy], build) == first
+    assert len(calls) == 4
+
+
+def test_a_file_is_hashed_once_and_again_after_any_change(tmp_path, cache, monkeypatch):
+    """A digest is stored with size and times, of which a program cannot set the ctime; not of a file that has just
+    changed, whose next change may leave the same times."""
+    file, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    file.write_bytes(b"a" * 100)
+    other.write_bytes(b"b")
+    read = []
+    monkeypatch.setattr(prepare, "digest_of", lambda path: (read.append(path.name), digest_of(path))[1])
+    first = prepare.digests([file, other])
+    assert first == [hashlib.sha256(path.read_bytes()).hexdigest() for path in (file, other)]
+    assert prepare.digests([file]) == first[:1]
+    assert sorted(read) == ["a.safetensors", "a.safetensors", "b.safetensors"]
+    monkeypatch.setattr(prepare, "_YOUNG", -1.0)
+    read.clear()
+    assert prepare.digests([file, other]) == prepare.digests([file, other]) == first
+    assert sorted(read) == ["a.safetensors", "b.safetensors"]
+    stat = file.stat()
+    time.sleep(0.02)  # the clock of the file system has steps of some milliseconds
+    file.write_bytes(b"a" * 50 + b"b" + b"a" * 49)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert prepare.digests([file, other])[0] != first[0]
+    next(cache.glob("*.sha256")).write_bytes(b"\xff damaged")
+    assert prepare.digests([other]) == first[1:]
+    assert not [name for name, _ in contents(cache.parent).ignored if name.startswith("prepared")]
+
+
+def test_converted_files_are_hashed_once(tmp_path, monkeypatch):
+    """Weights that are encoded from a converted model are named by the digests that were written with it."""
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"x")
+    (weights,) = prepared(file, [file], two_files).glob("*.safetensors")
+    monkeypatch.setattr(prepare, "digest_of", lambda _: pytest.fail("was hashed again"))
+    assert prepare.digests([weights]) == [hashlib.sha256(weights.read_bytes()).hexdigest()]
 
 
 def racer(file: Path, log: Path) -> None:

@@ -165,7 +165,7 @@ def test_refused_where_ram_is_the_device(families: Any) -> None:
     known = families("llama")
     policy = Policy(4, 2, cache=(0.5, 0.5, 0), delegate=True)
     with Engine(known.directory, policy=policy, device="cpu") as engine:
-        with pytest.raises(InvalidInput, match="delegate is true, but on device 'cpu' RAM is the device"):
+        with pytest.raises(InvalidInput, match="delegate is True, but on device 'cpu' RAM is the device"):
             engine.generate(known.rows, GREEDY)
         assert all(engine.core.machine.tier(t).ledger.peak == 0 for t in ("device", "host", "disk"))
 

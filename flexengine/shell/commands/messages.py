@@ -21,6 +21,7 @@ from flexengine.job.chats import chat_fault
 from flexengine.job.files import full_disk, stdout_is_open
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, plain, size
 from flexengine.shell.commands.interrupts import Interrupted, Interrupts
+from flexengine.words import command_words
 
 if TYPE_CHECKING:
     from flexengine.job.inputs import InputRows
@@ -240,6 +241,7 @@ def ago(when: float) -> str:
 # Exit codes.
 
 
+@command_words()
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command, which parses its options, with its progress shown, and return its exit code. If the command raises
     an error, print the error and return its code."""

@@ -184,7 +184,7 @@ def test_a_column_and_a_pipe(job: Job) -> None:
     assert [row["token_ids"] for row in job.rows] == job.family.expected
     with opened(job) as engine:
         assert engine.run_job(job.input, os.devnull, PARAMS, prompt_column="prompt_token_ids").rows == 8
-        with pytest.raises(InvalidInput, match=r"--restart \(restart=True in Python\) needs an output"):
+        with pytest.raises(InvalidInput, match=r"restart=True needs an output"):
             engine.run_job(job.input, os.devnull, PARAMS, restart=True)
 
 

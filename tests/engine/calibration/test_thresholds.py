@@ -107,7 +107,7 @@ def test_a_job_with_other_thresholds_does_not_continue(
     monkeypatch.setattr(Calibrator, "thresholds", property(lambda self: [x * 1.01 for x in own(self)]))
     with (
         Engine(directory, lossy=Lossy(sparsify=0.5)) as engine,
-        pytest.raises(InvalidInput, match=r"this job began with other thresholds .* give --restart"),
+        pytest.raises(InvalidInput, match=r"this job began with other thresholds .* give restart=True"),
     ):
         engine.run_job(prompts, output)
 

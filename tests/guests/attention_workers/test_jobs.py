@@ -141,7 +141,7 @@ def test_lossy_caches_give_the_tokens_they_give_on_the_device(families: Any, spl
         expected = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
     assert generated(known, workers, fields, lossy=form) == expected
     if form.sparse_attention:
-        with pytest.raises(InvalidInput, match="queries_first is true, but with sparse attention the new token"):
+        with pytest.raises(InvalidInput, match="queries_first is True, but with sparse attention the new token"):
             generated(known, *FIRST[split], lossy=form)
         return
     assert generated(known, *FIRST[split], lossy=form) == expected
@@ -185,7 +185,7 @@ def test_bytes_of_a_token(families: Any, partition: str, first: bool) -> None:
 def test_refusals(families: Any) -> None:
     known = families("llama")
     for fields, workers, message in (
-        (dict(cache=(1, 0, 0)), 2, "--attention-workers is 2, but the policy gives them no share of the KV cache"),
+        (dict(cache=(1, 0, 0)), 2, "attention_workers is 2, but the policy gives them no share of the KV cache"),
         (dict(cache=ALL, partition="heads"), 3, "2 KV heads cannot be divided evenly among 3 attention workers"),
         (dict(cache=ALL), 0, "share of the KV cache on workers, but there are no attention workers; start some with"),
         (
@@ -193,21 +193,21 @@ def test_refusals(families: Any) -> None:
             2,
             "share of 0.05 on attention workers is no sequence of a block of 4",
         ),
-        (dict(cache=(1, 0, 0), queries_first=True), 2, "queries_first is true, but cache has no share on workers"),
-        (dict(cache=ALL), 65, "--attention-workers is 65; it must be 0 to 64"),
-        (dict(cache=ALL), -1, "--attention-workers is -1; it must be 0 to 64"),
+        (dict(cache=(1, 0, 0), queries_first=True), 2, "queries_first is True, but cache has no share on workers"),
+        (dict(cache=ALL), 65, "attention_workers is 65; it must be 0 to 64"),
+        (dict(cache=ALL), -1, "attention_workers is -1; it must be 0 to 64"),
     ):
         with pytest.raises(InvalidInput, match=message):
             generated(known, workers, fields) if workers else Engine(
                 known.directory, policy=Policy(**fields), device="cpu"
             ).generate(known.rows, GREEDY)
-    with pytest.raises(InvalidInput, match="--attention-workers needs --worker-mem"):
+    with pytest.raises(InvalidInput, match="attention_workers needs worker_mem"):
         Engine(known.directory, policy=Policy(cache=ALL), attention_workers=1)
     with pytest.raises(InvalidInput, match=r"attention_workers is '10.* it must be a number of processes, or"):
         Engine(known.directory, policy=Policy(cache=ALL), attention_workers="10.0.0.2:29600")
     with pytest.raises(InvalidInput, match=r"attention workers may take [\d,]+ bytes of RAM, but [\d,]+ are free"):
         Engine(known.directory, policy=Policy(cache=ALL), attention_workers=2, worker_mem="900G")
-    with pytest.raises(InvalidInput, match="--worker-mem is 1G, but there are no attention workers"):
+    with pytest.raises(InvalidInput, match="worker_mem is 1G, but there are no attention workers"):
         Engine(known.directory, worker_mem="1G")
 
 
@@ -251,7 +251,7 @@ def test_too_little_memory_of_workers(families: Any) -> None:
     for given in (policy, replace(policy, cache={"workers": 0.75, "device": 0.25})):  # the device cannot stand in
         with (
             Engine(known.directory, policy=given, device="cpu", attention_workers=2, worker_mem=20_000) as engine,
-            pytest.raises(OutOfMemory, match=r"worker1 memory: at least .* set --worker-mem 20480 or more"),
+            pytest.raises(OutOfMemory, match=r"worker1 memory: at least .* set worker_mem=20480 or more"),
         ):
             engine.generate(known.rows, GREEDY)
     with Engine(known.directory, policy=policy, device="cpu", attention_workers=2, worker_mem=70_000) as engine:

@@ -117,12 +117,12 @@ def test_ranks() -> None:
 
 @pytest.mark.parametrize("misses", [0.0, -0.1, 0.51, math.nan])
 def test_shares_of_misses_out_of_range(misses: float) -> None:
-    with pytest.raises(InvalidInput, match="--misses is"):
+    with pytest.raises(InvalidInput, match=r"^misses is"):
         Settings(misses)
 
 
 def test_ranks_out_of_range() -> None:
-    with pytest.raises(InvalidInput, match="--rank is 0"):
+    with pytest.raises(InvalidInput, match=r"^rank is 0"):
         Settings(rank=0)
 
 

@@ -169,7 +169,7 @@ def test_too_little_memory_for_all_stages(families: Any, pools: Any) -> None:
                     attention_workers=pools(1, 4096)) as pipeline:  # fmt: skip
         with pytest.raises(OutOfMemory, match=r"2,048 are given") as raised:
             pipeline.engine.generate(known.rows[:1], GREEDY)
-        needed = int(str(raised.value).partition("--worker-mem ")[2].split()[0])
+        needed = int(str(raised.value).partition("worker_mem=")[2].split()[0])
         assert str(raised.value).endswith(f"{needed} or more, of which each of 2 processes gets a part")
     with in_threads(2, model=known.directory, policy=Policy(2, 4, cache=ALL), device="cpu",
                     attention_workers=pools(1, needed)) as pipeline:  # fmt: skip
@@ -204,9 +204,9 @@ def test_the_planner_chooses(families: Any, pools: Any, rows: int) -> None:
 
 def test_options() -> None:
     far = ThreadGroup(0, 2, {}, {})  # one process on each machine
-    with pytest.raises(InvalidInput, match=r"--attention-workers is 2, .*several machines; .*serve-attention"):
+    with pytest.raises(InvalidInput, match=r"^attention_workers is 2, .*several machines; .*serve-attention"):
         EngineOptions(group=far, attention_workers=2, worker_mem="1M")
     with pytest.raises(InvalidInput, match="worker_sharing is 0; it must be a number of engines of at least 1"):
         EngineOptions(attention_workers=["a:1"], worker_sharing=0)
-    with pytest.raises(InvalidInput, match="--attention-workers cannot be combined with --strategy"):
+    with pytest.raises(InvalidInput, match=r"^attention_workers cannot be combined with strategy"):
         EngineOptions(strategy=strategy(), attention_workers=["a:1"])

@@ -1,0 +1,308 @@
+"""Values that users of Python hand to an engine: each line of the table in docs/python.md, "What an engine takes"."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexengine import Engine, EngineOptions, Hardware, InvalidInput, Links, Lossy, Policy, SamplingParams, TooLittle
+from flexengine.activity import activity, message, reporting
+from flexengine.words import command_words, in_python
+from tests.helpers.speaker import make_speaker
+
+pd = pytest.importorskip("pandas")
+SHORT, LONG = SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=80, ignore_eos=True)
+TEXTS = ["One two", "Three"]
+FRAME = pd.DataFrame({"text": TEXTS, "label": [0, 1]})
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def opened(directory: Path) -> Engine:
+    return Engine(directory, device="cpu", device_mem="1G", policy=Policy(gpu_batch_size=4, num_gpu_batches=1))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("speaker")
+    make_speaker(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Iterator[Engine]:
+    with opened(directory) as engine:
+        engine.expected = [result.token_ids for result in engine.generate(TEXTS, SHORT)]  # type: ignore[attr-defined]
+        yield engine
+
+
+def tokens(results: Any) -> list[list[int]]:
+    assert [result.error for result in results] == [None] * len(results)
+    return [result.token_ids for result in results]
+
+
+# Tables and columns.
+
+
+def test_a_table_is_refused_with_the_remedy(engine: Any, tmp_path: Path) -> None:
+    remedy = r"is a DataFrame with columns \[\"text\", \"label\"\]; name the column: df\['text'\].tolist\(\)$"
+    for name, call in {
+        "prompts": lambda: engine.generate(FRAME, SHORT),
+        "prompts ": lambda: engine.stream(FRAME, SHORT),
+        "messages": lambda: engine.chat(FRAME),
+        "continuation": lambda: engine.score("a", FRAME),
+        "context": lambda: engine.score(FRAME, ["a"]),
+    }.items():
+        with pytest.raises(InvalidInput, match=f"^{name.strip()} {remedy}"):
+            call()
+    with pytest.raises(InvalidInput, match=r"input is a DataFrame; it must be the name of a file: .*df.to_json\("):
+        engine.run_job(FRAME, tmp_path / "out.jsonl")
+    with pytest.raises(InvalidInput, match="batch is DataFrame; it must be a dict of columns"):
+        engine(FRAME)
+
+
+def test_a_table_of_pyarrow_is_refused_with_its_own_remedy(engine: Any) -> None:
+    table = pytest.importorskip("pyarrow").table({"prompt": TEXTS})
+    with pytest.raises(InvalidInput, match=r"a Table with columns .*df\['prompt'\].to_pylist\(\)"):
+        engine.generate(table)
+
+
+def test_a_column_is_a_list(engine: Any) -> None:
+    for given in (FRAME["text"], np.array(TEXTS), (text for text in TEXTS)):
+        assert tokens(engine.generate(given, SHORT)) == engine.expected
+    assert (
+        tokens(engine.generate(FRAME.rename(columns={"text": "prompt"}).to_dict("records"), SHORT)) == engine.expected
+    )
+
+
+def test_columns_of_conversations_and_continuations(engine: Any) -> None:
+    one = engine.chat(CHAT, SHORT).token_ids
+    assert tokens(engine.chat(pd.Series([CHAT, CHAT]), SHORT)) == tokens(engine.chat((CHAT, CHAT), SHORT)) == [one] * 2
+    assert tokens(engine.chat((each for each in (CHAT,)), SHORT)) == [one]
+    scores = [result.cumulative_logprob for result in engine.score("One", [" a", " b"])]
+    for given in (pd.Series([" a", " b"]), np.array([" a", " b"])):
+        assert [result.cumulative_logprob for result in engine.score("One", given)] == scores
+
+
+def test_missing_values_are_error_rows(engine: Any) -> None:
+    """As pandas writes them, each alone: other rows run."""
+    results = engine.generate(pd.Series(["One two", None, float("nan"), "Three"], dtype=object), SHORT)
+    assert [result.token_ids for result in results if result.error is None] == engine.expected
+    assert [result.error for result in results[1:3]] == [
+        "prompt 1: is None; it must be a string or an object with the fields of a row",
+        "prompt 2: is a number; it must be a string or an object with the fields of a row",
+    ]
+    with pytest.raises(InvalidInput, match="prompts is None; it must be a list of prompts"):
+        engine.generate(None)
+    with pytest.raises(InvalidInput, match="messages is None; it must be a list"):
+        engine.chat(None)
+    assert engine.generate({"prompt": "One two", "max_tokens": 2}, None).error is None
+
+
+# Numbers of numpy and torch.
+
+
+def test_token_ids_are_arrays_of_any_kind(engine: Any) -> None:
+    ids = [5, 6, 7]
+    expected = engine.generate({"prompt_token_ids": ids}, SHORT).token_ids
+    for given in (np.array(ids), [*np.array(ids, dtype=np.int32)], torch.tensor(ids), pd.Series(ids)):
+        assert engine.generate({"prompt_token_ids": given}, SHORT).token_ids == expected
+        assert engine.generate({"prompt": given}, SHORT).token_ids == expected
+    scores = engine.score(ids, [[8], [9]])
+    assert engine.score(np.array(ids), np.array([[8], [9]])) == scores
+
+
+def test_scalars_of_numpy_are_numbers(engine: Any, tmp_path: Path) -> None:
+    given = SamplingParams(
+        max_tokens=np.int64(2), temperature=np.float32(0.5), seed=np.uint32(7), ignore_eos=np.bool_(True),
+        stop_token_ids=np.array([1, 2]), logit_bias={np.int64(5): np.float32(1)}, bad_words=[[np.int64(5)]],
+        top_p=torch.tensor(0.5), stop=np.array(["x"]), chat_template_kwargs={"budget": np.int64(3)},
+    )  # fmt: skip
+    assert given == SamplingParams(
+        max_tokens=2, temperature=0.5, seed=7, ignore_eos=True, stop_token_ids=[1, 2], logit_bias={5: 1.0},
+        bad_words=[[5]], top_p=0.5, stop=["x"], chat_template_kwargs={"budget": 3},
+    )  # fmt: skip
+    row = {"prompt": "One two", "max_tokens": np.int64(2), "ignore_eos": np.bool_(True), "seed": np.float64("nan")}
+    assert engine.generate(row).token_ids == engine.expected[0]
+    assert EngineOptions(device_mem=np.int64(10**9), sharing=np.int32(2), prefix_sharing=np.bool_(False)) == (
+        EngineOptions(device_mem=10**9, sharing=2, prefix_sharing=False)
+    )
+    assert Policy(slots=np.int64(3), weights=np.array([0.5, 0.5, 0])) == Policy(slots=3, weights=(0.5, 0.5, 0))
+    assert Links(h2d=np.float32(8)) == Links(h2d=8)
+    assert Lossy(sparse_attention=np.float64(0.5)) == Lossy(sparse_attention=0.5)
+    hardware = Hardware.load("t4-16gb_208gb_ssd")
+    assert type(replace(hardware, device_bytes=np.int64(2**30)).device_bytes) is int
+    (rows := tmp_path / "in.txt").write_text("One two\nThree\n")
+    assert engine.run_job(rows, tmp_path / "out.jsonl", SHORT, limit=np.int64(1)).job.rows == 1
+
+
+# Words.
+
+
+def test_messages_name_arguments_and_none(engine: Any, directory: Path, tmp_path: Path) -> None:
+    for options, said in (
+        ({"device_mem": "1X"}, "device_mem is '1X'; it must be a number of bytes"),
+        ({"worker_mem": "1G"}, "^worker_mem is 1G, but there are no attention workers; set attention_workers, or"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            Engine(directory, **options)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="max_tokens is None; it must be"):
+        SamplingParams(max_tokens=None)  # type: ignore[arg-type]
+    with pytest.raises(TooLittle, match=r"; set device_mem=\d+ or more$"):
+        Engine(directory, device="cpu", device_mem="20K").generate("One", SHORT)
+    (rows := tmp_path / "in.txt").write_text("One\n")
+    (tmp_path / "out.jsonl").write_text("mine")
+    with pytest.raises(InvalidInput, match="or give restart=True to"):
+        engine.run_job(rows, tmp_path / "out.jsonl")
+    for text, words in {
+        "give --chat (chat=True in Python) to run": "give chat=True to run",
+        "raise --device-mem or lower max_tokens": "raise device_mem or lower max_tokens",
+        "train: flexengine flash train MODEL --misses 0.1": "train: flexengine flash train MODEL --misses 0.1",
+        "n is null; it must be true or false, or null": "n is None; it must be True or False, or None",
+        "stop is 'null -- true'": "stop is 'null -- true'",
+        "--prompt-column 'a b' (prompt_column='a b' in Python)": "prompt_column='a b'",
+        "join them with `gguf-split --merge` first": "join them with `gguf-split --merge` first",
+    }.items():
+        assert in_python(text) == words
+        with command_words():
+            assert in_python(text) == text
+
+
+def test_a_notebook_shows_long_work_that_is_done_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as converting and compiling, with its first line only; other work and messages go to the logger."""
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    with opened(directory) as engine, reporting(engine.listener):
+        message("a message")
+        with activity("searching", "searching for seconds"):
+            pass
+        with activity("compiling", "compiling for a minute", 2, "files", logging.INFO) as work:
+            work.advance(2)
+    assert capsys.readouterr().err == "flexengine: compiling for a minute; progress=True shows more\n"
+
+
+# Processes, threads and tasks.
+
+
+def test_a_fork_of_an_engine_is_refused(engine: Any) -> None:
+    """In the child; the parent's files and threads stay as they are, whatever the child does."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            try:
+                engine.generate("One")
+            except InvalidInput as error:
+                os.write(write, str(error).encode())
+            engine.close()
+        os._exit(0)
+    os.close(write)
+    with open(read) as said:
+        assert "open an Engine in each process, or start processes by multi" in said.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
+
+
+def test_a_thread_may_run_a_job_and_a_second_one_is_told(engine: Any) -> None:
+    found: list[Any] = []
+    stream = engine.stream(TEXTS, SHORT)
+    next(stream)
+
+    def other() -> None:
+        try:
+            found.append(engine.generate(TEXTS, SHORT))
+        except InvalidInput as error:
+            found.append(str(error))
+
+    for _ in range(2):
+        (thread := threading.Thread(target=other)).start()
+        thread.join()
+        stream.close()
+    assert "generating already, in this thread or another one; let the other call end, or call stop()" in found[0]
+    assert tokens(found[1]) == engine.expected
+
+
+def test_stop_ends_a_job_and_the_engine_goes_on(engine: Any) -> None:
+    engine.stop()  # no job runs
+    engine.on_sweep = lambda _: engine.stop()
+    try:
+        with pytest.raises(InvalidInput, match=r"the job was ended before all rows were done, by stop\(\)"):
+            engine.generate(TEXTS, LONG)
+    finally:
+        engine.on_sweep = None
+    assert engine.summary.sweeps == 1
+    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
+
+
+def test_a_cancelled_task_stops_its_job(engine: Any) -> None:
+    began = threading.Event()
+    engine.on_sweep = lambda _: began.set()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(engine.in_thread(engine.generate, TEXTS, LONG))
+        await asyncio.to_thread(began.wait, 10)
+        task.cancel()
+        await task
+
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(cancelled())
+    finally:
+        engine.on_sweep = None
+    assert engine.summary.sweeps < 80
+    assert tokens(asyncio.run(engine.in_thread(engine.generate, TEXTS, SHORT))) == engine.expected
+
+
+def test_a_task_that_is_cancelled_between_results_ends_the_stream(engine: Any) -> None:
+    async def reads() -> None:
+        for _ in engine.stream(TEXTS, SHORT):
+            await asyncio.sleep(60)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(reads())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    gc.collect()
+    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
+
+
+def test_close_ends_the_job_of_another_thread(directory: Path) -> None:
+    began, engine = threading.Event(), opened(directory)
+    engine.on_sweep = lambda _: began.set()
+    (thread := threading.Thread(target=lambda: began.wait(10) and engine.close())).start()
+    with pytest.raises(InvalidInput, match=r"the job was ended before all rows were done, by close\(\)"):
+        engine.generate(TEXTS, LONG)
+    thread.join(10)
+    assert not thread.is_alive()
+    with pytest.raises(InvalidInput, match="this engine is closed; open a new Engine"):
+        engine.generate("One")
+
+
+def test_close_in_a_function_that_the_job_calls(directory: Path) -> None:
+    engine = opened(directory)
+    engine.on_sweep = lambda _: engine.close()
+    with pytest.raises(InvalidInput, match=r"by close\(\) of this engine"):
+        engine.generate(TEXTS, LONG)
+    assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())
+
+
+def test_names_of_vllm(engine: Any) -> None:
+    one, two = engine.generate([*TEXTS[:1], {"prompt": TEXTS[1], "n": 2, "temperature": 1, "logprobs": 0}], SHORT)
+    assert [(each.text, each.token_ids) for each in one.outputs] == [(one.generated_text, one.token_ids)]
+    assert two.outputs == two.samples
+    assert two.outputs[0].logprobs == two.logprobs
+    assert engine.generate({"prompt": None}).outputs == []
