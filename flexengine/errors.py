@@ -10,6 +10,20 @@ from typing import Any
 from flexengine.places import place_of
 
 
+def size(nbytes: float) -> str:
+    """Return bytes with three digits and a unit, such as 1.23 GB."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= 0.9995 * factor:
+            return f"{digits(nbytes / factor)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def digits(x: float) -> str:
+    """Return about three significant digits of a number, such as 0.123, 1.23 or 1,234."""
+    places = 2 if x < 9.995 else 1 if x < 99.95 else 0
+    return f"{x:.3g}" if 0 < x < 0.9995 else f"{x:,.{places}f}"
+
+
 class FlexError(Exception):
     """Base of all errors that flexengine raises on purpose."""
 
@@ -45,11 +59,11 @@ class OutOfMemory(FlexError, MemoryError):
         self, tier: str, what: str, needed: int, used: int = 0, capacity: int | None = None, remedy: str = ""
     ) -> None:
         self.tier, self.what, self.needed, self.used, self.capacity = tier, what, needed, used, capacity or 0
-        message = f"{tier} memory: {what} needs {needed:,} bytes, but "
+        message = f"{tier} memory: {what} needs {size(needed)}, but "
         if capacity is None:
             message += "the system has no more"
         else:
-            message += f"{used:,} of {capacity:,} bytes are taken ({needed + used - capacity:,} too many)"
+            message += f"{size(used)} of {size(capacity)} are taken ({size(needed + used - capacity)} too much)"
         super().__init__(f"{message}; {remedy}" if remedy else message)
 
 
@@ -75,7 +89,7 @@ class TooLittle(OutOfMemory):
     Attributes:
         needed: bytes of the whole tier that are enough.
         least: by tier, the fewest bytes with which the job runs, while the other tiers stay as given.
-        parts: by tier, the purposes of these bytes, as `name bytes, name bytes`.
+        parts: by tier, the purposes of these bytes, as `name size, name size`.
 
     Args:
         what: as in OutOfMemory.
@@ -91,9 +105,9 @@ class TooLittle(OutOfMemory):
         self.least, self.parts = dict(least), dict(parts)
         # A tier that cannot be used has 1 byte: see tier.machine.NO_DISK.
         unusable = {t for t, n in given.items() if t == "disk" and n == 1}
-        available = {t: "none can be used" if t in unusable else f"{n:,} are given" for t, n in given.items()}
+        available = {t: "none can be used" if t in unusable else f"{size(n)} are given" for t, n in given.items()}
         needs = " and ".join(
-            f"{t} memory: at least {n:,} bytes are needed ({parts[t]}), {available[t]}" for t, n in least.items()
+            f"{t} memory: at least {size(n)} are needed ({parts[t]}), {available[t]}" for t, n in least.items()
         )
         remedy = " and ".join(_option(t, n, engines) for t, n in least.items())
         self.args = (f"{needs}, too little for {what}; {remedy}",)

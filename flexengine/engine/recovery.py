@@ -10,7 +10,7 @@ from flexengine.engine.stages import JobResources
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut, WorkerLost
 from flexengine.places import place_of
 from flexengine.plan.feedback import SweepMonitor
-from flexengine.plan.formatting import count
+from flexengine.plan.formatting import count, size
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -95,7 +95,7 @@ def replanned(lack: Shortage, old: Layout, new: Layout, rows: int, times: int) -
     again. times: replans so far, including this one."""
     tier = lack.tier
     return (f"{lack}; continuing with {shape(new.policy)} instead of {shape(old.policy)}, which books"
-            f" {new.total(tier):,} bytes of {tier} memory instead of {old.total(tier):,};"
+            f" {size(new.total(tier))} of {tier} memory instead of {size(old.total(tier))};"
             f" {count(rows, 'unfinished row is', 'unfinished rows are')} computed again"
             f" (replanned {times} of at most {REPLANS} times)")  # fmt: skip
 
@@ -104,12 +104,12 @@ def given_too_large(lack: Shortage, layout: Layout, lay_out: Callable[[Policy], 
     """Return the error for a policy that the user gave, as the engine must not change it. lay_out: returns the layout
     of another policy, or raises OutOfMemory or InvalidInput."""
     policy, tier = layout.policy, lack.tier
-    message = f"{lack}; the policy has {shape(policy)}, which books {layout.total(tier):,} bytes of {tier} memory"
+    message = f"{lack}; the policy has {shape(policy)}, which books {size(layout.total(tier))} of {tier} memory"
     remedy = "; set a smaller prefill_tokens, or move a share of weights or cache to another tier"
     if (half := halved(policy)) is not None:
         with contextlib.suppress(OutOfMemory, InvalidInput):
             booked, fields = lay_out(half).total(tier), f"gpu_batch_size {half.gpu_batch_size} and num_gpu_batches"
-            remedy = f"; set {fields} {half.num_gpu_batches}, with which {booked:,} are booked"
+            remedy = f"; set {fields} {half.num_gpu_batches}, with which {size(booked)} are booked"
     return RanOut(tier, lack.what, lack.needed, f"{message}{remedy}, or leave the policy to the planner")
 
 

@@ -32,7 +32,11 @@ ADAPTERS = dict.fromkeys(("bloom", "codegen", "gpt_neo", "gptj"), "flexengine.mo
 def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
     """Return the skeleton of the model in `directory`, with `dtype` for activations. No weight is read. Raise
     UnsupportedModel, with name and reason, if the model cannot be run."""
-    config = load_config(directory, trust_remote_code)
+    return build_from(load_config(directory, trust_remote_code), directory, dtype, trust_remote_code)
+
+
+def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
+    """Return a skeleton, as `build`. config: as `load_config` returned it."""
     name = f"{(config.architectures or [config.model_type])[0]} ({directory.name})"
     model = _meta_model(config, name, dtype, trust_remote_code)
     try:

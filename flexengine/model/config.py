@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flexengine.activity import message
 from flexengine.errors import BadCheckpoint, InvalidInput, UnsupportedModel
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.files import read_json
@@ -31,12 +32,17 @@ _LIMITS = {
 # At least 1 in any model.
 _COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
 _FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is built in a second or two, unchecked
+_BARE_LAYERS, _BARE_EXPERTS = 1_000, 100_000  # at most without weights: about ten seconds. Kimi K2 has 23,424 experts
 _COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
-def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
-    """Return the transformers config of a model directory. trust_remote_code: run its own Python code if it has some.
+def load_config(directory: Path, trust_remote_code: bool = False, weights: bool = True) -> Any:
+    """Return the transformers config of a model directory.
+
+    Args:
+        trust_remote_code: run its own Python code if it has some.
+        weights: False if the directory has no weights, and a job is only planned. Quantised ones then count as plain.
 
     Raises:
         BadCheckpoint: config.json cannot be read, or the checkpoint's headers contradict it.
@@ -49,6 +55,11 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
         raise BadCheckpoint(f"{path} holds a JSON {type(raw).__name__}; a config is an object")
     check_limits(path, raw)
     _check_sources(path, raw, trust_remote_code)
+    if (stated := quantisation(raw)) and weights:
+        raise UnsupportedModel(
+            f"{path}: the weights are quantised ({stated}), which is not supported;"
+            " take the model's unquantised checkpoint or a GGUF file"
+        )
     from transformers import AutoConfig
 
     try:
@@ -63,7 +74,17 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
     for name, value in counts.items():
         if isinstance(value, int | float) and not value >= 1:
             raise UnsupportedModel(f"{path}: {name} is {value}; it must be at least 1")
-    if layers > _FEW_LAYERS or layers * experts > _FEW_EXPERTS:
+    if stated:
+        config.dtype = config.dtype or torch.bfloat16
+        plain = str(config.dtype).removeprefix("torch.")
+        message(f"{path} states quantised weights ({stated}), which cannot be run; the plan is for {plain}")
+    if not weights:
+        if layers > _BARE_LAYERS or layers * experts > _BARE_EXPERTS:
+            raise UnsupportedModel(
+                f"{path} states {layers:,} layers times {experts:,} experts; without weights beside it, at most"
+                f" {_BARE_LAYERS:,} layers, and {_BARE_EXPERTS:,} experts in all layers, are believed; correct it"
+            )
+    elif layers > _FEW_LAYERS or layers * experts > _FEW_EXPERTS:
         tensors = read_checkpoint(directory).values()
         check_backed(path, (layers, experts), [math.prod(stored.shape) for stored in tensors])
     return config
@@ -158,22 +179,10 @@ def _numbers(values: Any) -> Iterator[tuple[str, int | float]]:
 
 
 def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raise UnsupportedModel if the weights are quantised, as they would be read as plain numbers, or if the config
-    would run code from other sources, or refers to other config files."""
+    """Raise UnsupportedModel if the config would run code from other sources, or refers to other config files."""
     from transformers import CONFIG_MAPPING
 
     parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
-    for part, key in product(parts, ("quantization_config", "compression_config")):
-        if not (entry := part.get(key)):
-            continue
-        settings = entry if isinstance(entry, Mapping) else {}
-        method = settings.get("quant_method") or next((k for k in settings if k.startswith("load_in")), "unknown")
-        if method == "gguf" and settings.get("dequantize") is True:
-            continue  # left over from a GGUF file that was saved as plain floating point
-        raise UnsupportedModel(
-            f"{path}: the weights are quantised ({key}: {method}), which is not supported;"
-            " take the model's unquantised checkpoint or a GGUF file"
-        )
     kind = raw.get("model_type")
     if raw.get("auto_map") and not trust_remote_code and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         raise UnsupportedModel(
@@ -186,6 +195,20 @@ def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
         )
     if kernel := next((part[key] for part in parts for key in _KERNELS if "/" in str(part.get(key))), None):
         raise UnsupportedModel(f"{path} needs the downloaded kernel {kernel!r}; remove that entry")
+
+
+def quantisation(raw: Mapping[str, Any]) -> str:
+    """Return the key and the method of a config's quantised weights, as text; "" if they are plain numbers. Quantised
+    ones would be read as plain numbers."""
+    parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
+    for part, key in product(parts, ("quantization_config", "compression_config")):
+        if not (entry := part.get(key)):
+            continue
+        settings = entry if isinstance(entry, Mapping) else {}
+        method = settings.get("quant_method") or next((k for k in settings if k.startswith("load_in")), "unknown")
+        if method != "gguf" or settings.get("dequantize") is not True:  # left over from a GGUF file saved as plain
+            return f"{key}: {method}"
+    return ""
 
 
 def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:

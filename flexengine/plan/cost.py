@@ -219,7 +219,8 @@ class Cost:
         """Return `crosstalk` under a policy."""
         if not policy.delegate and not policy.works:  # most policies of a search
             return self.crosstalk
-        return cast(Talk, guest("delegation").slowing(self.crosstalk, self.hardware, policy))
+        rows = max(1, self.workload.count)
+        return cast(Talk, guest("delegation").slowing(self.crosstalk, self.hardware, policy, self.model, rows))
 
     def overlaps(self, policy: Policy) -> bool:
         """Return whether lanes work at the same time under a policy, so that their seconds do not add up."""

@@ -8,6 +8,7 @@ not full. All other values are loaded after the layer has chosen them, and the d
 by block from disk.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -120,19 +121,44 @@ class Crossing(NamedTuple):
 
 
 def slowing(
-    crosstalk: Mapping[str, Mapping[str, float]], hardware: Hardware, policy: Policy
+    crosstalk: Mapping[str, Mapping[str, float]], hardware: Hardware, policy: Policy, model: ModelFacts, rows: int
 ) -> Mapping[str, Mapping[str, float]]:
-    """Return `crosstalk` under a policy. With a single gpu_batch, the device waits for delegated attention. A CPU and
-    an attention worker on its cores slow each other by the worker's share of the cores."""
-    places = policy.attended(cache_homes(policy, hardware.places)).values()
-    talk, single = dict(crosstalk), policy.block_size <= policy.gpu_batch_size
+    """Return `crosstalk` under a policy: by lane and other lane, the waits that the order of a layer's cells adds.
+
+    A gpu_batch's attention is over before its cell ends. With a single gpu_batch, the device waits for all of it. A
+    streamed layer ends before the next one begins (`schedule.order`), so the first gpu_batch's attention and the last
+    one's cell overlap with nothing that has to wait for them. Weights of the next layer precede most answers in the
+    lane of the answers, so the rest of the cells follows the load. A CPU and an attention worker on its cores slow
+    each other by the worker's share of the cores.
+
+    Args:
+        rows: number of rows of the job.
+    """
+    homes, way = cache_homes(policy, hardware.places), routes(hardware)
+    attended, talk = policy.attended(homes), {lane: dict(others) for lane, others in crosstalk.items()}
+    filled = min(1.0, rows / policy.block_size) / policy.gpu_batch_size
+    own = {home: math.ceil(filled * n) for home, n in homes.items()}  # gpu_batches, each of sequences of one place
+    batches = sum(own.values())
+    streams, before = policy.weights[0] < 1, projection_share(model, 0)
+    after = (1 - before) * sum(own[home] for home in attended) / batches
     cores = hardware.worker_cores if not hardware.gpu else {}
-    for place in places:
-        lane = routes(hardware).attend[place][1]
-        share = min(1.0, sum(cores.get(worker, 0.0) for worker in policy.team(place, hardware.places)))
-        for slowed, other, added in (("device", lane, 1.0 if single else share), (lane, "device", share)):
-            if added:
-                talk[slowed] = {**talk.get(slowed, {}), other: added}
+
+    def add(lane: str, other: str, share: float) -> None:
+        if share > 0:
+            talk.setdefault(lane, {})[other] = max(share, talk.get(lane, {}).get(other, 0.0))
+
+    for home, place in attended.items():
+        _, lane, back = way.attend[place]
+        closed = batches == 1 or (streams and policy.slots < 3)
+        add("device", lane, closed * (1 / own[home] + before / batches - 1 + after))
+        add(lane, "device", (closed or own[home] == 1) / batches)
+        for one, other in (("device", lane), (lane, "device")):
+            add(one, other, min(1.0, sum(cores.get(worker, 0.0) for worker in policy.team(place, hardware.places))))
+        if streams and back in way.load["host"]:
+            later = before / batches + after * (1 - 1 / own[home]) if batches > 1 else after
+            add(back, "device", later)
+            add("device", back, later if batches > 1 else 0.0)
+            add(back, lane, closed / own[home] if batches > 1 else 0.0)
     return talk
 
 

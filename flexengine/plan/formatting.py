@@ -1,16 +1,10 @@
 """Format numbers and names for messages. Sizes are in decimal units: 1 GB is 10**9 bytes."""
 
+from flexengine.errors import digits as digits
+from flexengine.errors import size as size
 from flexengine.places import Lane, lane_of
 
 BAR_CHARACTERS = 40  # length of a bar in a report
-
-
-def size(nbytes: float) -> str:
-    """Return bytes with three digits and a unit, such as 1.23 GB."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= 0.9995 * factor:
-            return f"{digits(nbytes / factor)} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def clock(seconds: float) -> str:
@@ -27,12 +21,6 @@ def duration(seconds: float) -> str:
         if seconds >= 0.9995 * factor:
             return f"{digits(seconds / factor)} {unit}"
     return f"{digits(seconds * 1e9)} ns" if seconds > 0 else "0 s"
-
-
-def digits(x: float) -> str:
-    """Return about three significant digits of a number, such as 0.123, 1.23 or 1,234."""
-    places = 2 if x < 9.995 else 1 if x < 99.95 else 0
-    return f"{x:.3g}" if 0 < x < 0.9995 else f"{x:,.{places}f}"
 
 
 def count(number: int, one: str, many: str) -> str:

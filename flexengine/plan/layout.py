@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from flexengine.errors import ONE_SEQUENCE, OutOfMemory
+from flexengine.errors import ONE_SEQUENCE, OutOfMemory, size
 from flexengine.places import DISK, TIERS, disks_of, further_disks, place_of, workers_in_memory
 from flexengine.plan import guest
 from flexengine.plan.facts import CacheGroup, ModelFacts, TensorFact
@@ -346,11 +346,11 @@ def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
 
 
 def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> str:
-    """Return the parts of `nbytes` of a tier, as "name bytes, name bytes". Shared memory has parts of both tiers."""
+    """Return the parts of `nbytes` of a tier, as "name size, name size". Shared memory has parts of both tiers."""
     tiers = ("device", "host") if _in_ram(tier, capacity) else (tier,)
     parts = sum((Counter(layout.account[t]) for t in tiers), Counter[str]())
     parts += Counter({"left free": nbytes - parts.total()})
-    return ", ".join(f"{name} {part:,}" for name, part in parts.items())
+    return ", ".join(f"{name} {size(part)}" for name, part in parts.items())
 
 
 def _remedy(tier: str) -> str:

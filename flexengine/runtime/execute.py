@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from flexengine.activity import messenger
-from flexengine.errors import OutOfMemory
+from flexengine.errors import OutOfMemory, size
 from flexengine.places import place_of
 from flexengine.runtime.lane import Done, LaneRunner, forget_variables, new_lane
 from flexengine.runtime.trace import Note, TaskTimes
@@ -229,8 +229,8 @@ class Shortage(Exception):
 
     def __init__(self, tier: str, what: str, needed: int = 0) -> None:
         self.tier, self.what, self.needed = tier, what, needed
-        size = f" ({needed:,} bytes)" if needed else ""
-        super().__init__(f"{tier} memory ran out: there was no room for {what}{size}")
+        much = f" ({size(needed)})" if needed else ""
+        super().__init__(f"{tier} memory ran out: there was no room for {what}{much}")
 
 
 def shortage(error: BaseException, gpu: bool) -> Shortage | None:

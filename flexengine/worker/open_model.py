@@ -16,7 +16,7 @@ from flexengine.errors import FlexError, InvalidInput
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
-from flexengine.model.build import build
+from flexengine.model.build import build, build_from
 from flexengine.model.checkpoint import ByteRange, Origin, differ, origins, read_checkpoint
 from flexengine.model.config import choose_dtype, load_config
 from flexengine.model.files import set_links, weights_in
@@ -300,16 +300,16 @@ def open_model(
         source = ModelSource(path, path.resolve().name)
     else:
         source = resolve(model, *trust)
-    config = load_config(source.directory, trust.trust_remote_code)
-    computing = choose_dtype(dtype, config, kind)
+    config = load_config(source.directory, trust.trust_remote_code, not bare)
+    computing, own = choose_dtype(dtype, config, kind), getattr(config, "dtype", None)
     with torch.no_grad():
-        skeleton = build(source.directory, computing, trust.trust_remote_code)
+        given = (source.directory, computing, trust.trust_remote_code)
+        skeleton = build_from(config, *given) if bare else build(*given)
     tensors = {} if bare else read_checkpoint(source.directory)
     skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
     if layers is not None:
         use_range = resolve_name(GUESTS["range of layers"])
         use_range(skeleton, layers(len(skeleton.layers)) if callable(layers) else layers)
-    own = getattr(config, "dtype", None)
     assumed = own if isinstance(own, torch.dtype) else torch.float32
     stored = _assumed(skeleton, assumed) if bare else origins(tensors, skeleton.wanted, skeleton.loading)
     opened = OpenModel(source, computing, skeleton, stored, kind != "cuda", verifier=trust.verifier)

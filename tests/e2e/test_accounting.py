@@ -14,7 +14,7 @@ import torch
 
 from bench.models import OptShape, make, shard_files
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.errors import OutOfMemory
+from flexengine.errors import OutOfMemory, size
 from flexengine.kernels import recycled
 from flexengine.plan.workload import Workload
 from flexengine.tier.machine import Links
@@ -286,11 +286,11 @@ def test_an_offload_directory_without_room_is_known_before_weights_are_loaded(
     monkeypatch.setattr("flexengine.tier.machine.usable_disk", lambda directory: 65536)
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
     with Engine(families("llama").directory, policy=policy, device="sim", offload_dir=tmp_path / "off") as engine:
-        with pytest.raises(OutOfMemory, match=r" 65,536 are given.* set offload_dir") as caught:
+        with pytest.raises(OutOfMemory, match=r" 65.5 kB are given.* set offload_dir") as caught:
             engine.generate([{"prompt_token_ids": [5] * 40}] * 64, SamplingParams(max_tokens=100))
         assert caught.value.tier == "disk"
         assert caught.value.needed > caught.value.capacity == 65536
-        assert f"at least {caught.value.needed:,} bytes are needed" in str(caught.value)
+        assert f"at least {size(caught.value.needed)} are needed" in str(caught.value)
         assert not any(engine.core.machine.traffic().values())
     assert not list(tmp_path.iterdir())
 

@@ -174,7 +174,7 @@ def test_a_policy_is_not_changed(families: Any, faults: Faults) -> None:
         assert made.summary.replanned == ()
     assert faults.raised  # other gpu_batches may have failed before anybody looked
     said = str(caught.value)
-    assert "no room for activations (4,096 bytes); the policy has a block of 8 (4 gpu_batches of 2)" in said
+    assert "no room for activations (4.10 kB); the policy has a block of 8 (4 gpu_batches of 2)" in said
     assert "; set gpu_batch_size 2 and num_gpu_batches 2, with which " in said
     single = engine(family, policy=Policy(gpu_batch_size=1, num_gpu_batches=1))
     with single, pytest.raises(RanOut, match="set a smaller prefill_tokens, or move a share"):

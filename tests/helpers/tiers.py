@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine.errors import OutOfMemory
+from flexengine.errors import OutOfMemory, size
 from flexengine.tier.base import ALIGN, Ledger, Region, Throttled, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.file import FasterWay
@@ -136,7 +136,7 @@ class TierTests:
 
     def test_out_of_memory_says_how_much_and_books_nothing(self, tier: Tier) -> None:
         tier.allocate(10 * ALIGN, "weights")
-        with pytest.raises(OutOfMemory, match=f"toy memory: cache needs {CAPACITY:,} bytes, but 40,960 of") as caught:
+        with pytest.raises(OutOfMemory, match=f"toy memory: cache needs {size(CAPACITY)}, but 41.0 kB of") as caught:
             tier.allocate(CAPACITY, "cache")
         error = caught.value
         assert (error.tier, error.what, error.needed, error.used, error.capacity) == \

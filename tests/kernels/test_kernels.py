@@ -304,7 +304,7 @@ class TestKernels:
         call = kernel._prompts
         monkeypatch.setattr(kernel, "_prompts", lambda *args: scratch.append(call(*args)) or -4096)
         q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
-        with pytest.raises(OutOfMemory, match=r"scratch.* needs 4,096 bytes, but the system has no more; lower --dev"):
+        with pytest.raises(OutOfMemory, match=r"scratch.* needs 4.10 kB, but the system has no more; lower --dev"):
             kernel.attend_prompt(q, k, k, AttentionOptions(1.0))
         assert scratch == [0]
 

@@ -49,6 +49,27 @@ def test_one_gpu_batch_waits_for_the_host() -> None:
         assert told.seconds == pytest.approx(walked.seconds, rel=0.1)
 
 
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_lanes_wait_as_the_order_of_cells_says(batches: int) -> None:
+    """Streamed layers end before the next begins, and most answers follow the next layer's weights in their lane. The
+    lanes of attention, computing and weights are about equally busy, and prompts take almost no time."""
+    rng, errors = random.Random(f"order {batches}"), []
+    model = opt(4, *OPT["6.7b"][1:], vocabulary=8192)
+    for _ in range(8):
+        policy = Policy(16, batches, rng.choice([DEVICE, HALF, (0.8, 0.2, 0)]), rng.choice([HOST, HALF]), DEVICE,
+                        2, "zigzag", 4096, delegate=True)  # fmt: skip
+        work = Workload({(512, 8): 16 * batches})
+        quick = replace(machine(rng), cell_seconds=3e-3, products={"float16": ((1.0, 1e16),)}, elementwise=1e14,
+                        prompt_attention=((1.0, 1e16),), host_attention=1e10)  # fmt: skip
+        alike = predicted(model, work, policy, quick).busy
+        host = 1e10 * alike["cpu"] / alike["device"] * 2 ** rng.uniform(-1, 1)
+        told, walked = both(model, replace(quick, host_attention=host), work, policy)
+        errors.append(told.seconds / walked.seconds - 1)
+    assert np.median(np.abs(errors)) < 0.05
+    assert min(errors) > -0.15
+    assert max(errors) < 0.3
+
+
 def test_bytes_and_seconds_by_hand() -> None:
     """Pages go down for prompts alone; per generated token 4 h elements cross the links, the host reads the cache."""
     layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16

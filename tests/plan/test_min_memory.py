@@ -10,7 +10,7 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
-from flexengine.errors import InvalidInput, OutOfMemory, TooLittle
+from flexengine.errors import InvalidInput, OutOfMemory, TooLittle, size
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import capacity_for, lay_out_given, planned, smallest
@@ -50,7 +50,7 @@ def test_a_job_runs_with_exactly_what_the_refusal_names(families: Any, tmp_path:
     with Engine(known.directory, device="cpu", dtype="float32") as engine:
         expected = [tuple(r.token_ids) for r in engine.generate(rows, GREEDY)]
     options: dict[str, Any] = {"device": kind, "offload_dir": tmp_path, "dtype": "float32"}
-    with pytest.raises(TooLittle, match=r"at least [\d,]+ bytes are needed \(.*\), 4,096 are given") as caught:
+    with pytest.raises(TooLittle, match=r"at least [\d.]+ [kMGT]?B are needed \(.*\), 4.10 kB are given") as caught:
         runs(known.directory, rows, device_mem=4096, **options)
     least = caught.value.least["device"]
     assert f"set --device-mem {least} or more" in str(caught.value)
@@ -133,15 +133,15 @@ def test_a_given_policy_is_refused_with_what_is_enough_for_it(tier: str) -> None
     assert set(least) == {tier}
     layout = lay_out_given(MODEL, policy, WORK, replace(capacity, **least))  # type: ignore[arg-type]
     assert layout.total(tier) <= least[tier]
-    listed = re.search(r"bytes are needed \((.*)\), 1,000 are given", str(caught.value))
+    listed = re.search(r"B are needed \((.*)\), 1.00 kB are given", str(caught.value))
     assert listed is not None
-    parts = (part.rpartition(" ") for part in listed[1].split(", "))
-    named = {name: int(nbytes.replace(",", "")) for name, _, nbytes in parts}
-    assert named.pop("left free", 0) == least[tier] - layout.total(tier)
-    assert named == layout.account[tier]  # all of it, not only what was booked before the first limit was met
-    start = f"{tier} memory: at least {least[tier]:,} bytes are needed ("
+    parts = (part.rsplit(" ", 2) for part in listed[1].split(", "))
+    named = {name: f"{number} {unit}" for name, number, unit in parts}
+    assert named.pop("left free", "0 B") == size(least[tier] - layout.total(tier))
+    assert named == {name: size(n) for name, n in layout.account[tier].items()}  # all, not only those before a limit
+    start = f"{tier} memory: at least {size(least[tier])} are needed ("
     assert str(caught.value).startswith(start)
-    assert "), 1,000 are given, too little for" in str(caught.value)
+    assert "), 1.00 kB are given, too little for" in str(caught.value)
     with pytest.raises(OutOfMemory):
         lay_out(MODEL, policy, WORK, replace(capacity, **{tier: least[tier] - 1}))
 

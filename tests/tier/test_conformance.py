@@ -71,7 +71,7 @@ def test_ram_that_is_not_there_is_the_host_s_shortage(cudart: Cudart, monkeypatc
     cudart.most = 0
     monkeypatch.setattr(cuda, "usable_memory", lambda: ALIGN)
     ledger = Ledger("host", CAPACITY)
-    with pytest.raises(OutOfMemory, match=r"host memory: KV cache needs 8,192 bytes, but the system has no more;"):
+    with pytest.raises(OutOfMemory, match=r"host memory: KV cache needs 8.19 kB, but the system has no more;"):
         PinnedTier("host", ledger).allocate(2 * ALIGN, "KV cache")
     assert (ledger.used, ledger.entries) == (0, {})
 

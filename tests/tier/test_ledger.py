@@ -16,7 +16,7 @@ def test_ledger() -> None:
     ledger.reserve(40, "b")
     with pytest.raises(OutOfMemory) as caught:
         ledger.reserve(1, "c")
-    assert str(caught.value) == "host memory: c needs 1 bytes, but 100 of 100 bytes are taken (1 too many)"
+    assert str(caught.value) == "host memory: c needs 1 B, but 100 B of 100 B are taken (1 B too much)"
     ledger.release(20, "a")
     assert (ledger.used, ledger.peak, ledger.entries) == (80, 100, {"a": 40, "b": 40})
     for what, nbytes in (("a", 41), ("unused", 1)):

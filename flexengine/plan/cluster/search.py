@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.errors import InvalidInput, OutOfMemory, size
 from flexengine.plan.cluster.case_costs import CaseCosts
 from flexengine.plan.cluster.costs import ClusterPlan, ClusterTask, Costs, Order, orders
 from flexengine.plan.cluster.job import Shape, batches, shapes
@@ -150,10 +150,10 @@ class Found:
         rows = "one sequence at a time" if batch == 1 else f"{batch:,} sequences at once (--batch)"
         error = OutOfMemory("device", "stages", least, 0, have)
         error.args = (
-            f"no stages fit: with layers in {names} and {rows}, the model needs at least {least:,} bytes, and the"
-            f" {len(devices)} devices have {have:,} bytes, their hosts {hosts:,}, and each must hold whole layers with"
-            " their KV cache; raise memory in the cluster file, add devices or host_memory, lower --batch, or allow"
-            " fewer bits with --allow int8-weights,int4-weights,int3-weights",
+            f"no stages fit: with layers in {names} and {rows}, the model needs at least {size(least)}, and the"
+            f" {len(devices)} devices have {size(have)}, their hosts {size(hosts)}, and each must hold whole layers"
+            " with their KV cache; raise memory in the cluster file, add devices or host_memory, lower --batch, or"
+            " allow fewer bits with --allow int8-weights,int4-weights,int3-weights",
         )
         return error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from flexengine.config import parse_size
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, size
 from flexengine.shell.commands.interrupts import Interrupts
 from flexengine.shell.commands.messages import DONE, interruptible, say
 from flexengine.shell.commands.options import SECRET, add_options
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     memory = parse_size(args.worker_mem, "--worker-mem")
     if args.worker_file is None and memory > (free := psutil.virtual_memory().available):
         remedy = "give less, or hold the KV cache in a file with --worker-file"
-        raise InvalidInput(f"--worker-mem is {memory:,} bytes, but {free:,} bytes of RAM are free; {remedy}")
+        raise InvalidInput(f"--worker-mem is {size(memory)}, but {size(free)} of RAM are free; {remedy}")
     from flexengine import kernels
     from flexengine.guests.attention_workers.pool import WorkerPool, records_of
     from flexengine.guests.attention_workers.workers import address_of, serve_forever
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         raise InvalidInput(f"cannot listen at {args.address} ({error.strerror or error}); {remedy}") from error
     with server:
         where = f" in a file in {args.worker_file}" if pool.folder else ""
-        say(f"listening at {args.address}, with {pool.memory:,} bytes for KV cache{where}; stop with Ctrl-C")
+        say(f"listening at {args.address}, with {size(pool.memory)} for KV cache{where}; stop with Ctrl-C")
         server.settimeout(ACCEPT_SECONDS)
         serve_forever(server, pool, say, secret_for(server.getsockname()[0]))
     return DONE

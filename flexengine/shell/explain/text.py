@@ -76,7 +76,8 @@ def job_size(workload: Workload) -> str:
         return "no rows"
     prompts, outputs = zip(*workload.sizes, strict=True)
     rows = count(workload.count, "row", "rows")
-    return f"{rows} of {_range(prompts)} prompt tokens, at most {_range(outputs)} tokens generated for each"
+    each = " for each" if workload.count > 1 else ""
+    return f"{rows} of {_range(prompts)} prompt tokens, at most {_range(outputs)} tokens generated{each}"
 
 
 def _range(values: Iterable[int]) -> str:
@@ -88,11 +89,12 @@ def policy_words(policy: Policy) -> list[str]:
     """Return lines that describe block shape, schedule, slots and delegation."""
     batches = 1 if policy.schedule == "row" else policy.num_gpu_batches
     shape = f"{count(batches, 'gpu_batch', 'gpu_batches')} of {count(policy.gpu_batch_size, 'sequence', 'sequences')}"
+    each = " each" if batches > 1 else ""
     overlap = "the next layer is loaded while one is computed"
     if policy.slots == 1:
         overlap = "transfers wait for computing, and computing waits for transfers"
     lines = [
-        f"Policy      block of {policy.block_size:,}: {shape}, at most {policy.prefill_tokens:,} tokens each",
+        f"Policy      block of {policy.block_size:,}: {shape}, at most {policy.prefill_tokens:,} tokens{each}",
         f"            schedule {policy.schedule}: {SCHEDULES[policy.schedule]}",
         f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
@@ -265,12 +267,12 @@ def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[st
 
 def totals(prediction: Prediction) -> list[str]:
     """Return lines with throughput, seconds and latency of the job."""
-    alive = f"{prediction.alive:,.0f} of at most {prediction.policy.block_size:,}"
+    alive = f"{prediction.alive:,.0f} of at most {prediction.policy.block_size:,} alive in a mean sweep; a row takes"
+    rows = f"{count(prediction.rows, 'row', 'rows')}, {alive}" if prediction.rows > 1 else "the row takes"
     return [
         f"Prediction  {digits(prediction.tok_s)} tok/s generated; job {clock(prediction.seconds)},"
         f" plus {clock(prediction.load_seconds)} for loading resident weights in the first sweep",
-        f"            {prediction.rows:,} rows, {alive} alive in a mean sweep;"
-        f" a row takes {clock(prediction.latency)} from entry to end",
+        f"            {rows} {clock(prediction.latency)} from entry to end",
     ]
 
 

@@ -32,6 +32,30 @@ def test_sizes_and_times() -> None:
     assert [formatting.percent(x) for x in (0, 0.001, 0.25, 1)] == ["0 %", "<1 %", "25 %", "100 %"]
 
 
+def test_one_row_reads_well() -> None:
+    one = replace(WORK, sizes={(9, 16): 1})
+    found = Cost(model(), GPU, one).predict(predicted(Policy(1, 1, (0, 1, 0))).layout)
+    text = explain.report("toy", model(), GPU, one, found, [])
+    assert "1 row of 9 prompt tokens, at most 16 tokens generated\n" in text
+    assert re.search(r"1 gpu_batch of 1 sequence, at most [\d,]+ tokens$", text, re.M)
+    assert re.search(r"^            the row takes [\d.]+ s from entry to end$", text, re.M)
+    assert "1 rows" not in text
+
+
+@pytest.mark.slow
+def test_a_given_policy_that_the_planner_chose_has_the_same_explanation() -> None:
+    best = toy_search().best
+    case = (model(), GPU, WORK)
+    plain = whatif.ideas(*case, best, chosen=True, thorough=True)
+    assert plain == whatif.ideas(*case, best, chosen=False, thorough=True)
+    assert plain
+    slow = predicted(Policy(1, 1, (0, 1, 0)))
+    told = whatif.ideas(*case, slow, chosen=False, thorough=True)
+    ratio = slow.total_seconds / best.total_seconds
+    assert told[-1] == whatif.Help("the policy that is chosen without --policy", pytest.approx(ratio))
+    assert [h.ratio for h in told[:-1]] == pytest.approx([ratio * h.ratio for h in plain])
+
+
 def test_bytes_of_every_purpose_add_up() -> None:
     facts, found = model(), predicted(MIXED)
     text = told(MIXED, verbose=True)
