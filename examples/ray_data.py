@@ -111,7 +111,7 @@ def answers(args: argparse.Namespace, files: list[Path], lengths: list[int]) -> 
             num_cpus=cpus,
             num_gpus=1 if has.get("GPU") else None,
             fn_constructor_kwargs={"model": args.model, "device_mem": args.device_mem, "host_mem": args.host_mem},
-            fn_kwargs={"params": SamplingParams(max_tokens=args.max_tokens)},
+            fn_kwargs={"params": SamplingParams(max_tokens=args.max_tokens), "row_options": True},
         )
         .map_batches(finished, batch_format="pyarrow")
     )
@@ -155,7 +155,9 @@ def finished(answered: pa.Table) -> pa.Table:
     engine's."""
     error = pc.coalesce(answered["unreadable"], answered["error"])
     answered = answered.set_column(answered.schema.get_field_index("error"), "error", error)
-    return answered.drop_columns([name for name in ("unreadable", *ASKED.names) if name != "logprobs"])
+    return answered.drop_columns(
+        [name for name in ("unreadable", "input_logprobs", *ASKED.names) if name != "logprobs"]
+    )
 
 
 def check(directory: Path, rows: int) -> None:

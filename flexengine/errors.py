@@ -211,11 +211,17 @@ def meant(word: str, known: Sequence[str]) -> str | None:
     """Return the known name that the user probably meant by a word: the word itself, the one name that begins with it,
     or the most similar one. Return None if there is none, or if several names begin with the word."""
     begins = [word] if word in known else [name for name in known if word and name.startswith(word)]
-    if not begins:
-        import difflib
-
-        begins = difflib.get_close_matches(word, known, 1)
+    begins = begins or alike(word, known)
     return begins[0] if len(begins) == 1 else None
+
+
+def alike(word: str, known: Sequence[str], cutoff: float = 0.6) -> list[str]:
+    """Return the known name that is most similar to a word, in any case; [] if none is. cutoff: of difflib."""
+    import difflib
+
+    return difflib.get_close_matches(word, known, 1, cutoff) or difflib.get_close_matches(
+        word.lower(), known, 1, cutoff
+    )
 
 
 def json_fault(error: ValueError | RecursionError) -> str:

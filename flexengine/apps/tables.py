@@ -36,6 +36,7 @@ class FileTable:
     # names file and line.
     records: tuple[TableRow, ...]
     arrow: Any = None  # the pyarrow.Table of a Parquet or Arrow file; None for text
+    delimiter: str = ""  # the character between cells of text; "" is that of the format
 
     def place(self, row: int) -> str:
         """Return file and line of a row, for messages."""
@@ -98,25 +99,26 @@ class Added(NamedTuple):
     number: bool = False
 
 
-def read_table(name: str, what: str = "table", limit: int | None = None) -> FileTable:
+def read_table(name: str, what: str = "table", limit: int | None = None, delimiter: str | None = None) -> FileTable:
     """Return the table in a file. Raise InvalidInput if the file cannot be read, has no rows, or has unnamed columns or
     columns of one name; or its suffix names no format.
 
     Args:
         what: option or argument that names the file, for messages.
         limit: only the first rows; None is all.
+        delimiter: as for `InputFile`.
     """
     path = Path(name)
     packed = path.suffix.lower() in (".gz", ".zst")
     form = _FORMS.get(Path(path.stem).suffix.lower() if packed else path.suffix.lower())
     if form is None or (packed and form not in DELIMITERS):
         raise InvalidInput(f"{what} {name} has suffix {path.suffix!r}; accepted are {_ACCEPTED}")
-    with closing(InputFile(path, form)) as source:
+    with closing(InputFile(path, form, delimiter=delimiter)) as source:
         columns, records = read_records(source, f"{what} {name}", limit)
         if "" in columns:
             raise InvalidInput(f"{what} {name} has a column without a name, number {columns.index('') + 1}; name it")
         arrow = None if form in DELIMITERS else _whole(source).slice(0, limit)
-    return FileTable(str(path), form, columns, records, arrow)
+    return FileTable(str(path), form, columns, records, arrow, source.delimiter)
 
 
 def _whole(source: InputFile) -> Any:
@@ -171,7 +173,7 @@ def _write(file: Any, name: str, table: FileTable, added: Sequence[Added]) -> No
 
 def _write_text(file: Any, table: FileTable, added: Sequence[Added]) -> None:
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-    writer = csv.writer(text, delimiter=DELIMITERS[table.form], lineterminator="\n")
+    writer = csv.writer(text, delimiter=table.delimiter or DELIMITERS[table.form], lineterminator="\n")
     writer.writerow((*table.columns, *(column.name for column in added)))
     for i, record in enumerate(table.records):
         cells = [record.fields.get(column) for column in table.columns] + [column.values[i] for column in added]

@@ -200,6 +200,9 @@ class Engine(Session):
         input_format: str | None = None,
         chat: bool = False,
         score: bool = False,
+        row_options: bool | None = None,
+        template: str | None = None,
+        delimiter: str | None = None,
         restart: bool = False,
         retry_errors: bool = False,
     ) -> Summary:
@@ -214,13 +217,17 @@ class Engine(Session):
             output: file for JSON lines in the order of the input. It appears when all rows have a result.
             params: sampling parameters of rows without fields of these names; None is `SamplingParams()`.
             prompt_column: column or field that holds the prompt; None reads any of prompt, messages and
-                prompt_token_ids.
+                prompt_token_ids, in CSV and TSV files prompt.
             limit: run only the first rows; None runs all. A later call with a larger limit continues.
             input_format: jsonl, txt, csv, tsv, parquet or arrow; None goes by the name of the input.
             chat: run each prompt as a user's message, through the model's chat template. Rows with messages or token
                 ids, and OpenAI batch lines, are run as they are.
             score: compute the log probability of given continuations or texts: of rows with `context` and
                 `continuation` or `choices`, and of rows with `text` (docs/scoring.md). Rows with a prompt generate.
+            row_options: let columns or fields named like sampling parameters set them for their row; False takes them
+                for data. None is True for JSON lines, and False for tables.
+            template: the prompt of each row, as text with columns in braces: "Label: {review}"; {{ and }} are braces.
+            delimiter: the character between the cells of a .csv or .tsv file; None is a comma, or a tab.
             restart: delete the journal of earlier runs, and start over.
             retry_errors: run rows again that ended with an error.
 
@@ -249,17 +256,19 @@ class Engine(Session):
 
         return run_job(
             self, input, output, SamplingParams() if params is None else params, prompt_column=prompt_column,
-            limit=limit, input_format=input_format, chat=chat, score=score, restart=restart, retry_errors=retry_errors,
+            limit=limit, input_format=input_format, chat=chat, score=score, row_options=row_options, template=template,
+            delimiter=delimiter, restart=restart, retry_errors=retry_errors,
         )  # fmt: skip
 
-    def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:
+    def __call__(self, batch: Any, params: SamplingParams | None = None, row_options: bool = False) -> Any:
         """Return a batch of columns with result columns added: Ray Data's `map_batches(Engine, ...)` calls this.
 
         See docs/python.md for the columns, and examples/ray_data.py for a whole program.
 
         Args:
             batch: a dict of columns (numpy arrays, lists) or a pyarrow Table.
+            row_options: let columns named like sampling parameters set them for their row; else they are data.
         """
         from flexengine.job.columns import answered  # other jobs have no columns
 
-        return answered(batch, params or SamplingParams(), lambda rows: self._all(rows, params))
+        return answered(batch, params or SamplingParams(), lambda rows: self._all(rows, params), row_options)

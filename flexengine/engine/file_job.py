@@ -38,9 +38,12 @@ _AGAIN = "give --restart (restart=True in Python) to run the job again"
 
 
 def check_rows(rows: InputRows, params: SamplingParams) -> None:
-    """Report OpenAI batch lines whose texts are cut, as they have no max_tokens. Raise InvalidInput if fields of
-    `params` are for a chat template, which no row of the input goes through."""
+    """Report which fields of rows are options, data and renamed, and OpenAI batch lines whose texts are cut, as they
+    have no max_tokens. Raise InvalidInput if fields of `params` are for a chat template, which no row of the input goes
+    through."""
     scan = rows.scan()
+    for note in scan.notes:
+        message(note)
     given = any(getattr(params, name) != default for name, default in CHAT_ONLY.items())
     if given and scan.total and scan.only_texts and not rows.chat:
         raise InvalidInput(
@@ -213,7 +216,11 @@ _ARGUMENTS = {
     "prompt_column": Annotated[str | None, Limit(1), "the name of a column, or None"],
     "limit": Annotated[int | None, Limit(1), ", or None"],
     "input_format": Annotated[str | None, FORMATS],
-    **dict.fromkeys(("chat", "score", "restart", "retry_errors"), bool),
+    **dict.fromkeys(("chat", "score"), bool),
+    "row_options": Annotated[bool | None, ", or None"],
+    "template": Annotated[str | None, Limit(1), "a text with columns in braces, or None"],
+    "delimiter": Annotated[str | None, "one character, or None"],
+    **dict.fromkeys(("restart", "retry_errors"), bool),
 }
 
 
@@ -224,7 +231,7 @@ def run_job(
     given = {"input": input, "output": output, "params": params, **arguments}
     for name, kind in _ARGUMENTS.items():
         check_argument(name, given[name], kind)
-    column, limit, form, chat, score, restart, retry_errors = (given[name] for name in list(_ARGUMENTS)[3:])
+    reading = {"form" if name == "input_format" else name: given[name] for name in list(_ARGUMENTS)[3:-2]}
     input, capacity = STDIN if input == "-" else input, engine.core.machine.capacity
     check_output(output, input)
     written = {"trace": engine.options.trace, "output": output, **files_beside(output, "output")}
@@ -232,8 +239,8 @@ def run_job(
     with (
         reporting(engine.listener),
         command_words(),  # errors of rows are those of the command
-        InputRows(input, column, limit, form, chat, score, capacity.device if capacity.shared else None) as rows,
-        open_job(rows, output, restart, retry_errors) as store,
+        InputRows(input, memory=capacity.device if capacity.shared else None, **reading) as rows,
+        open_job(rows, output, given["restart"], given["retry_errors"]) as store,
     ):
         summary: Summary = FileJob(EngineRunner(engine, params), store).run()
         return summary

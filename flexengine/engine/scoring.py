@@ -71,6 +71,8 @@ class _Reading:
 
     def target(self, context: Any, continuation: Any, name: str) -> Target:
         """Return the target of a pair. name: of the continuation, for messages."""
+        if continuation == "":
+            raise InvalidInput(f"{name} is empty; give a text of at least one character")
         if isinstance(context, str) and isinstance(continuation, str):
             check_text("context", context)
             check_text(name, continuation)
@@ -125,6 +127,8 @@ class _Reading:
 def _kind_of(request: Mapping[str, Any]) -> str:
     """Return which of SCORED_KINDS a row has. Raise InvalidInput if it has several, or fields of another kind."""
     present = [kind for kind in SCORED_KINDS if request.get(kind) is not None]
+    if not present and (nulls := [kind for kind in SCORED_KINDS if kind in request]):
+        raise InvalidInput(f"{' and '.join(nulls)} {'is' if len(nulls) == 1 else 'are'} null or empty; give a text")
     if not present:
         raise InvalidInput(f"has none of {', '.join(SCORED_KINDS)} to score, and none of {', '.join(PROMPT_KINDS)} to"
                            f" run (its fields are {shown(list(request))})")  # fmt: skip

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from flexengine.errors import InvalidInput, is_fault, json_kind, shown
+from flexengine.errors import InvalidInput, alike, is_fault, json_kind, shown
 from flexengine.job.templates import chat_text, has_template
 
 TOOLS = "tools"
+_ROLES = ("user", "assistant", "system", "tool")
+_OTHER_NAMES = {"human": "user", "gpt": "assistant"}  # of roles, in ShareGPT
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
@@ -22,7 +24,21 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(value, list | tuple) or not value:
         raise InvalidInput(f"messages is {shown(value)}; it must be an array of messages that is not empty")
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+    if messages[-1]["role"] == "user" and messages[-1]["content"] == "":
+        raise InvalidInput(f"messages[{len(messages) - 1}].content is empty; give the user's text")
+    return messages
+
+
+def check_roles(messages: list[dict[str, Any]], template: str) -> None:
+    """Raise InvalidInput if a role is probably misspelt: many chat templates write any role. template: a role that is
+    in its text is none."""
+    for i, role in enumerate(message["role"] for message in messages):
+        if role in _ROLES or role in template:
+            continue
+        if near := [_OTHER_NAMES[role.lower()]] if role.lower() in _OTHER_NAMES else alike(role, _ROLES):
+            fault = f"messages[{i}].role is {shown(role)}, which the chat template does not name"
+            raise InvalidInput(f"{fault}; did you mean {near[0]}?")
 
 
 def _message(place: str, message: Any) -> dict[str, Any]:
@@ -30,7 +46,8 @@ def _message(place: str, message: Any) -> dict[str, Any]:
         raise InvalidInput(f"{place} is {shown(message)}; it must be an object with role and content")
     fields = {name: value for name, value in message.items() if value is not None}
     if not isinstance(role := fields.get("role"), str) or not role:
-        raise InvalidInput(f"{place}.role is {shown(role)}; it must be a string such as user")
+        other = "; rename from and value to role and content" if {"from", "value"} <= message.keys() else ""
+        raise InvalidInput(f"{place}.role is {shown(role)}; it must be a string such as user{other}")
     calls = fields.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
         raise InvalidInput(f"{place}.tool_calls is {shown(calls)}; it must be an array of objects")

@@ -5,28 +5,35 @@ docs/python.md says which columns are read and added, and on what sampling noise
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from flexengine.activity import message
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault
 from flexengine.job.arrow_rows import record_of, records_of
 from flexengine.job.chats import TOOLS
-from flexengine.job.foreign import FOREIGN, OVERRIDES, VARIABLES
+from flexengine.job.foreign import VARIABLES
 from flexengine.job.results import finite
+from flexengine.job.row_fields import OPTIONS, kept_name, listed
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 INDEX = "index"
 OBJECTS = ("logit_bias", VARIABLES)  # sampling fields that may be JSON text
-READ = (*PROMPT_KINDS, TOOLS, *OVERRIDES, *FOREIGN, INDEX)
+READ = (*PROMPT_KINDS, TOOLS, INDEX)
 Generate = Callable[[list[Row]], list[Result]]
 
 
-def answered(batch: Any, params: SamplingParams, generate: Generate) -> Any:
-    """Return the batch, in its own type, with the columns of `result_columns`, which replace columns of the same names.
-    generate: return the results of rows with different indices, in any order.
+def answered(batch: Any, params: SamplingParams, generate: Generate, row_options: bool = False) -> Any:
+    """Return the batch, in its own type, with the columns of `result_columns`. Own columns of the same names are kept
+    under the names of `kept_name`.
+
+    Args:
+        generate: return the results of rows with different indices, in any order.
+        row_options: whether columns named like sampling parameters set them for their row; else they are data.
 
     Raises:
         InvalidInput: the batch is not columns of one length. A row that cannot be run has `error` instead.
@@ -36,15 +43,24 @@ def answered(batch: Any, params: SamplingParams, generate: Generate) -> Any:
     if not table:
         _check_columns(batch)
     names = batch.column_names if table else list(batch)
-    added = result_columns(results_of(rows_of(batch), generate), json_columns(names, params))
+    if not row_options and (data := sorted(OPTIONS.intersection(names))):
+        _say(f"data, not options of their rows, are the columns {listed(data)}; row_options=True makes them options")
+    rows = rows_of(batch, (*READ, *OPTIONS) if row_options else READ)
+    added = result_columns(results_of(rows, generate), json_columns(names if row_options else [], params))
+    kept = {name: kept_name(name, names, added) for name in names}
+    if renamed := {name: new for name, new in kept.items() if new != name}:
+        _say(f"results have the columns {listed(renamed)}, so those of the batch are now {listed(renamed.values())}")
+        batch = batch.rename_columns(list(kept.values())) if table else {kept[n]: batch[n] for n in names}
     if not table:
         # Ray would pickle the arrays in cells, or convert them to tensors.
         nested = {name for name, column in batch.items() if getattr(column, "dtype", None) == np.dtype(object)}
         return {n: [_python(v) for v in column] if n in nested else column for n, column in batch.items()} | added
     for name, column in added.items():
-        number = batch.schema.get_field_index(name)
-        batch = batch.append_column(name, column) if number < 0 else batch.set_column(number, name, column)
+        batch = batch.append_column(name, column)
     return batch
+
+
+_say = cache(message)  # each text once in a process, as there is a batch every few seconds
 
 
 def _check_columns(batch: object) -> None:
@@ -62,13 +78,13 @@ def _check_columns(batch: object) -> None:
         raise InvalidInput(f"columns have the lengths {lengths}; all columns must have one length")
 
 
-def rows_of(batch: Any) -> list[Row]:
-    """Return the rows of a batch. Rows that cannot be run have an error.
+def rows_of(batch: Any, read: Sequence[str] = (*READ, *OPTIONS)) -> list[Row]:
+    """Return the rows of a batch, with the fields `read`. Rows that cannot be run have an error.
 
     A row's index is its cell in column `index`, or its position in the batch if there is no column or the cell is null.
     Whole numbers may be floats, as numpy stores whole numbers with gaps.
     """
-    return [_row(position, cells) for position, cells in enumerate(_cells(batch))]
+    return [_row(position, cells) for position, cells in enumerate(_cells(batch, read))]
 
 
 def results_of(rows: list[Row], generate: Generate) -> list[Result]:
@@ -130,14 +146,14 @@ def _arrow() -> Any:
     return pyarrow
 
 
-def _cells(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yield each row's cells in the columns READ. A cell that cannot be converted is the exception instead."""
+def _cells(batch: Any, read: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield each row's cells in the columns `read`. A cell that cannot be converted is the exception instead."""
     if isinstance(batch, Mapping):
-        columns = {name: column for name, column in batch.items() if name in READ}
+        columns = {name: column for name, column in batch.items() if name in read}
         length = len(next(iter(batch.values()), ()))
         yield from ({name: column[i] for name, column in columns.items()} for i in range(length))
         return
-    selected = batch.select([name for name in batch.column_names if name in READ])
+    selected = batch.select([name for name in batch.column_names if name in read])
     if not selected.num_columns:
         yield from ({} for _ in range(batch.num_rows))
         return

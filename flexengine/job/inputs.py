@@ -5,7 +5,6 @@ import io
 import os
 import re
 import sys
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -16,20 +15,12 @@ from pkgutil import resolve_name
 from shlex import quote
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from flexengine.activity import advance
 from flexengine.errors import InvalidInput, meant
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
 from flexengine.job.packed import Bytes, unpacked
+from flexengine.job.row_fields import FieldNotes, RowRules
 from flexengine.job.rows import Row
-
-
-class InputScan(NamedTuple):
-    """What one reading of the whole input counts."""
-
-    total: int
-    sha256: str  # hex digest of all bytes of the input after decompression, including those beyond the limit
-    only_texts: bool  # whether all rows without an error have a text as prompt, and none is an OpenAI batch line
-    unlimited: int  # OpenAI batch lines that do not say how many tokens are generated
+from flexengine.job.scan import InputScan, scan_of
 
 
 class InputRows(AbstractContextManager["InputRows"]):
@@ -40,7 +31,7 @@ class InputRows(AbstractContextManager["InputRows"]):
     file is damaged, or if an array in JSON is invalid from some line on.
 
     Attributes:
-        prompt_column, chat, score: the arguments of these names.
+        chat, rules: how its rows are run; see `Row` and `RowRules`.
     """
 
     def __init__(
@@ -51,34 +42,39 @@ class InputRows(AbstractContextManager["InputRows"]):
         form: str | None = None,
         chat: bool = False,
         score: bool = False,
+        row_options: bool | None = None,
+        template: str | None = None,
+        delimiter: str | None = None,
         memory: int | None = None,
     ) -> None:
         """Open an input file.
 
         Args:
             path: a file, or a stream (a pipe, a device, /dev/fd/3). "-" is standard input from its present position.
-            prompt_column: field or column that holds the prompt; other prompt fields are then data. A column named
-                messages or prompt_token_ids is read as such. None reads any of PROMPT_KINDS, or `prompt` in CSV and
-                TSV files.
+            prompt_column: as for `RowRules`; None is `prompt` in CSV and TSV files.
             limit: most rows to read; None reads all.
-            form: as for `InputFile`. A jsonl line may be an OpenAI batch line, see `read_json.is_batch_line`.
+            form, delimiter: as for `InputFile`. A jsonl line may be an OpenAI batch line.
             chat, score: see `Row`. OpenAI batch lines are run as they are.
+            row_options: the rule `options`; None is False for tables. template: as for `RowRules`.
             memory: as for `InputFile`.
 
         Raises:
             InvalidInput: the file is missing, unreadable or a directory; its format is unknown; a table cannot be
-                opened or lacks the column; or `prompt_column` is given for a txt file.
+                opened or lacks the column; or `prompt_column` is given for a txt file, or beside a template.
         """
         self.path = Path(STDIN if path == "-" else path)
-        self.prompt_column, self.chat, self.score = prompt_column, chat, score
+        self.chat, self._asked = chat, row_options is not None
         self._scan: InputScan | None = None
         self._limit = None if limit is None else min(limit, sys.maxsize)
-        self._source = InputFile(self.path, form, memory)
+        rules = RowRules(prompt_column, template, score)
+        self._source = InputFile(self.path, form, delimiter=delimiter, memory=memory)
         self.form = self._source.form  # its format, one of FORMATS
         try:
             self._state = self._source.state
-            open_reader: OpenReader = resolve_name(FORMATS[self.form].reader)
-            self._read = open_reader(self._source, prompt_column, score)
+            kind = FORMATS[self.form]
+            open_reader: OpenReader = resolve_name(kind.reader)
+            self.rules = replace(rules, options=not kind.is_table if row_options is None else row_options)
+            self._read = open_reader(self._source, self.rules)
         except BaseException:
             self._source.close()
             raise
@@ -88,6 +84,15 @@ class InputRows(AbstractContextManager["InputRows"]):
 
     def __exit__(self, *_: object) -> None:
         self._source.close()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what decides how rows are read and run, by the names in a manifest, without defaults."""
+        rules, kind = self.rules, FORMATS[self.form]
+        given: dict[str, Any] = {"chat": self.chat or None, "score": rules.score or None, "template": rules.template}
+        given["row_options"] = None if rules.options != kind.is_table else rules.options
+        given["delimiter"] = None if self._source.delimiter == kind.delimiter else self._source.delimiter
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def size(self) -> int:
@@ -117,39 +122,20 @@ class InputRows(AbstractContextManager["InputRows"]):
             at = 0
             for row in islice(self._read(file), self._limit):
                 at = self._source.take_line(at, file.tell())
-                marked = (self.chat or self.score) and not row.is_batch
-                yield replace(row, chat=self.chat, scored=self.score) if marked else row
+                marked = (self.chat or self.rules.score) and not row.is_batch
+                yield replace(row, chat=self.chat, scored=self.rules.score) if marked else row
             while digest is not None and file.read(_STEP):
                 pass
 
     def scan(self) -> InputScan:
-        """Return the counts of the whole input. The first call reads it once.
-
-        Memory is 8 bytes for each OpenAI batch line, and more if lines share a custom_id; see `openai.duplicate_ids`.
-
-        Raises:
-            InvalidInput: OpenAI batch lines share a custom_id, or as for iterating.
-        """
-        if self._scan is not None:
-            return self._scan
-        total, only_texts, digest, hashes, unlimited = 0, True, hashlib.sha256(), array("q"), 0
-        for row in self.hashed(digest):
-            total += 1
-            advance()
-            only_texts = only_texts and (row.error is not None or (not row.is_batch and isinstance(row.prompt, str)))
-            unlimited += row.is_batch and row.error is None and row.request.get("max_tokens") is None
-            if row.custom_id:
-                hashes.append(hash(row.custom_id))
-        if hashes:
-            from flexengine.job.openai import duplicate_ids  # most files have no custom_id
-
-            if repeated := duplicate_ids(self, hashes):
-                listed = ", ".join(f"{name!r} (lines {first} and {second})" for name, first, second in repeated)
-                raise InvalidInput(
-                    f"every custom_id must be unique, but these are found twice: {listed}; change one of each"
-                )
-        self._scan = InputScan(total, digest.hexdigest(), only_texts, unlimited)
+        """Return the counts of the whole input. The first call reads it once. Raise InvalidInput as `scan_of`."""
+        if self._scan is None:
+            digest = hashlib.sha256()
+            self._scan = scan_of(self.hashed(digest), digest, self, FieldNotes(self.rules, self._asked))
         return self._scan
+
+
+_TABLE = "flexengine.job.read_tables:open_table"
 
 
 class Format(NamedTuple):
@@ -157,16 +143,22 @@ class Format(NamedTuple):
 
     reader: str  # OpenReader of this format, as "module:name", which is imported when a file of this format is opened
     suffixes: tuple[str, ...]
+    delimiter: str = ""  # of text tables
     seeks: bool = False  # whether it is read at any position, so that it cannot be decompressed while it is read
+
+    @property
+    def is_table(self) -> bool:
+        """Return whether its rows are those of a table, whose columns are data unless the user says otherwise."""
+        return self.reader == _TABLE
 
 
 FORMATS = {
     "jsonl": Format("flexengine.job.read_json:open_json", (".jsonl", ".ndjson", ".json")),
     "txt": Format("flexengine.job.read_json:open_text", (".txt",)),
-    "csv": Format("flexengine.job.read_tables:open_table", (".csv",)),
-    "tsv": Format("flexengine.job.read_tables:open_table", (".tsv",)),
-    "parquet": Format("flexengine.job.read_tables:open_table", (".parquet",), seeks=True),
-    "arrow": Format("flexengine.job.read_tables:open_table", (".arrow", ".feather"), seeks=True),
+    "csv": Format(_TABLE, (".csv",), ","),
+    "tsv": Format(_TABLE, (".tsv",), "\t"),
+    "parquet": Format(_TABLE, (".parquet",), seeks=True),
+    "arrow": Format(_TABLE, (".arrow", ".feather"), seeks=True),
 }
 ACCEPTED = (
     ".jsonl, .ndjson and .json (one JSON object per line, or an array of objects), .txt (one prompt per line), .csv and"
@@ -201,28 +193,33 @@ class InputFile:
         file: regular file that holds its bytes: the input, or a temporary copy of a stream.
         form: one of FORMATS.
         packing: how it is compressed: gzip, zstd or "".
+        delimiter: the character between cells; "" if it is no table of text.
         memory: the argument.
         taken: most bytes of memory that reading took so far: for rows of over _STEP bytes, and for another process that
             reads them.
     """
 
-    def __init__(self, name: Path, form: str | None = None, memory: int | None = None) -> None:
+    def __init__(
+        self, name: Path, form: str | None = None, delimiter: str | None = None, memory: int | None = None
+    ) -> None:
         """Open an input.
 
         Args:
             name: a file, or a stream, which is copied to a temporary file as it can be read only once.
             form: one of FORMATS; None takes the format of the file's suffix, and jsonl for a stream without a suffix.
+            delimiter: the character between cells of a .csv or .tsv file; None is that of its format.
             memory: bytes of memory of the job. A part of them limits the process that reads a table.
 
         Raises:
             InvalidInput: the input is missing, unreadable, a directory, or holds no text in UTF-8; its format is
-                unknown, or it is compressed in a way that is not read.
+                unknown, it is compressed in a way that is not read, or the delimiter is not possible.
         """
         self.name, self.memory, self.taken = name, memory, 0
         self._copy: Any = None
         if name.is_dir():
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
         self.form, packed = _form_of(name, form)
+        self.delimiter = _delimiter_of(self.form, delimiter)
         try:
             self.file = self._regular()
             self.packing = self._packing_of(packed)
@@ -341,6 +338,17 @@ class InputFile:
             )
 
 
+def _delimiter_of(form: str, given: str | None) -> str:
+    own = FORMATS[form].delimiter
+    if given is None:
+        return own
+    given = "\t" if given == "\\t" else given
+    if not own or len(given) != 1 or given in '"\r\n':
+        must = "it must be one character, and no quote or line end" if own else "only .csv and .tsv files have one"
+        raise InvalidInput(f"--delimiter (delimiter in Python) is {given!r}; {must}")
+    return given
+
+
 def _form_of(name: Path, form: str | None) -> tuple[str, str]:
     """Return the format of an input, one of FORMATS, and the compression that its suffix states ("" for none)."""
     suffix = name.suffix.lower()
@@ -366,6 +374,4 @@ def _form_of(name: Path, form: str | None) -> tuple[str, str]:
 
 
 ReadRows = Callable[[BinaryIO], Iterator[Row]]  # yields the rows of the file, which is at its beginning
-# Takes an input, the prompt column, and whether rows without a prompt are scored. Raises InvalidInput if no row of the
-# file can be read.
-OpenReader = Callable[[InputFile, str | None, bool], ReadRows]
+OpenReader = Callable[[InputFile, RowRules], ReadRows]  # raises InvalidInput if no row of the file can be read

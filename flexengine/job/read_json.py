@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from flexengine.errors import InvalidInput, json_fault, json_kind
 from flexengine.job.inputs import InputFile, ReadRows
+from flexengine.job.row_fields import RowRules
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -41,11 +42,11 @@ _CONTROLS = bytes(set(range(32)) - set(b"\b\t\n\f\r"))  # those that JSON writes
 _BATCH_KEYS = ("custom_id", "method", "url", "body")
 
 
-def open_text(source: InputFile, column: str | None, score: bool) -> ReadRows:
+def open_text(source: InputFile, rules: RowRules) -> ReadRows:
     """Return the reader of a file with a prompt on each line."""
-    if column is not None:
+    if rules.column is not None:
         raise InvalidInput(f"input {source.name} has one prompt per line and no columns; leave the prompt column out")
-    if score:
+    if rules.score:
         raise InvalidInput(
             f"input {source.name} has one prompt per line, and --score (score=True in Python) scores no prompts; give"
             " texts as .jsonl or .csv with the field text"
@@ -55,13 +56,13 @@ def open_text(source: InputFile, column: str | None, score: bool) -> ReadRows:
         for row, raw in _lines(file):
             fault = too_wide(raw) or utf8_fault(raw)
             if row.error is None:
-                row = row.refused(fault) if fault else Row(row.index, row.line, {"prompt": raw.decode("utf-8")})
+                row = row.refused(fault) if fault else requested(row, {"prompt": raw.decode("utf-8")}, rules)
             yield row
 
     return rows
 
 
-def open_json(source: InputFile, column: str | None, score: bool) -> ReadRows:
+def open_json(source: InputFile, rules: RowRules) -> ReadRows:
     """Return the reader of JSON lines, or of JSON over several lines. A line may be an OpenAI batch line."""
     with source.open() as file:
         document = is_document(file)
@@ -70,7 +71,7 @@ def open_json(source: InputFile, column: str | None, score: bool) -> ReadRows:
         found = elements(file, MAX_LINE_BYTES, source.name)
         whole = ((Row(index, line), raw) for index, (line, raw) in enumerate(found))
         for blank, raw in whole if document else _lines(file):
-            row = _json_row(blank, raw, column, score) if blank.error is None else blank
+            row = _json_row(blank, raw, rules) if blank.error is None else blank
             yield row if row.fields else replace(row, custom_id=unreadable)
 
     # The kind of an unreadable line is unknown. Its result has the format of the file's first readable line.
@@ -108,12 +109,21 @@ def skip_blank(file: BinaryIO, blank: bytes) -> int:
     return count
 
 
-def _json_row(row: Row, raw: bytes, column: str | None, score: bool) -> Row:
+def requested(row: Row, fields: dict[str, Any], rules: RowRules) -> Row:
+    """Return a row with its fields and request, or with an error."""
+    row = Row(row.index, row.line, fields)
+    try:
+        return replace(row, request=rules.request(fields))
+    except InvalidInput as error:
+        return row.refused(str(error))
+
+
+def _json_row(row: Row, raw: bytes, rules: RowRules) -> Row:
     try:
         fields = json_object(raw)
         row = Row(row.index, row.line, fields)
-        if not is_batch_line(fields, (*PROMPT_KINDS, column)):
-            return replace(row, request=plain_request(fields, column, score))
+        if not is_batch_line(fields, (*PROMPT_KINDS, rules.column, *rules.columns)):
+            return requested(row, fields, rules)
         from flexengine.job import openai  # most files have no such line
 
         row = replace(row, custom_id=openai.custom_id_of(fields))
@@ -239,27 +249,6 @@ class _Text:
     def _advance(self, end: int) -> None:
         self._line += self._text.count("\n", self._at, end)
         self._at = end
-
-
-def plain_request(fields: dict[str, Any], column: str | None, score: bool) -> dict[str, Any]:
-    """Return the request of a row whose prompt is in `column`, without other kinds of prompts.
-
-    Args:
-        column: becomes the prompt of the same name if it is one of PROMPT_KINDS, else `prompt`. None returns all
-            fields.
-        score: a row without this field is scored.
-
-    Raises:
-        InvalidInput: the row has no such field, and is not scored.
-    """
-    if column is None:
-        return fields
-    others = {name: value for name, value in fields.items() if name not in (*PROMPT_KINDS, column)}
-    if fields.get(column) is None:
-        if score:
-            return others
-        raise InvalidInput(f"has no {column!r}, which is to hold the prompt; it has {sorted(fields)}")
-    return {**others, column if column in PROMPT_KINDS else "prompt": fields[column]}
 
 
 def too_long(most: int) -> str:

@@ -5,10 +5,10 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
@@ -18,12 +18,15 @@ from flexengine.errors import InvalidInput, json_fault, meant, shown
 from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line
 from flexengine.job.csv_records import csv_records
-from flexengine.job.inputs import InputFile, ReadRows
-from flexengine.job.read_json import plain_request
+from flexengine.job.inputs import FORMATS, InputFile, ReadRows
+from flexengine.job.row_fields import RowRules, unknown_column
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.table_process import table_rows
 
-DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
+DELIMITERS = {name: kind.delimiter for name, kind in FORMATS.items() if kind.delimiter}  # by format
+_AS_UTF8 = "save the file as UTF-8"
+_OF_EXCEL = f"{_AS_UTF8} (Excel: CSV UTF-8), or convert it: iconv -f WINDOWS-1252 -t UTF-8"
+_SAMPLE = 100  # rows in which the column with the longest text is searched
 _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
 
@@ -36,19 +39,36 @@ def _kinds(hint: Any) -> frozenset[Any]:
 SAMPLING_TYPES = {name: _kinds(hint) for name, hint in get_type_hints(SamplingParams).items()}
 
 
-def check_columns(source: InputFile, columns: list[str], wanted: tuple[str, ...]) -> None:
-    """Raise InvalidInput if two columns share a name, or none of the columns `wanted` exists."""
+def check_columns(
+    source: InputFile, columns: list[str], wanted: tuple[str, ...], rules: RowRules, rows: Iterator[TableRow]
+) -> None:
+    """Raise InvalidInput if two columns share a name, none of the columns `wanted` exists, or one of the template does
+    not. rows: those of the table, whose first are read for a proposal."""
     if double := sorted(name for name, count in Counter(columns).items() if count > 1):
         raise InvalidInput(f"input {source.name} has several columns named {double}; rename them")
-    if set(wanted) & set(columns):
+    if absent := [name for name in rules.columns if name not in columns]:
+        seems = other_separator(columns, source.form, _AS_TSV)
+        raise InvalidInput(f"input {source.name}: {unknown_column(absent[0], columns)}{seems and f': {seems}'}")
+    if rules.columns or set(wanted) & set(columns):
         return
     lacks = f"input {source.name} has no column {' or '.join(wanted)}; its columns are {columns}"
     if seems := other_separator(columns, source.form, _AS_TSV):
         raise InvalidInput(f"{lacks}: {seems}")
-    name = meant(wanted[0], columns) or "NAME"
-    raise InvalidInput(
-        f"{lacks}: name the one with the prompts: --prompt-column {quote(name)} (prompt_column={name!r} in Python)"
-    )
+    alike = [column for column in columns if column.lower() in PROMPT_KINDS]
+    guess = alike[0] if alike else longest_text(columns, islice(rows, _SAMPLE))
+    name = meant(rules.column, columns) if rules.column else guess
+    named = f"--prompt-column {quote(name or 'NAME')} (prompt_column={name or 'NAME'!r} in Python)"
+    raise InvalidInput(f"{lacks}: name the one with the prompts: {named}, or make them of columns by --template")
+
+
+def longest_text(columns: Sequence[str], rows: Iterable[TableRow]) -> str | None:
+    """Return the column whose cells have the longest texts, of several words; None if no column has such texts."""
+    sizes = Counter[str]()
+    for row in rows:
+        for name in columns:
+            if isinstance(cell := row.fields.get(name), str) and len(cell.split()) > 1:
+                sizes[name] += len(cell)
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .tsv") -> str:
@@ -62,17 +82,19 @@ def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .t
     if separator is None:
         return ""
     tabs = separator[0] == "\t"
-    remedy = as_tsv if tabs else "save the file with commas"
+    remedy = as_tsv if tabs else f"give --delimiter {separator[0]!r} (delimiter={separator[0]!r} in Python)"
     return f"they seem to be separated by {'tabs' if tabs else repr(separator[0])}; {remedy}"
 
 
-def open_table(source: InputFile, column: str | None, score: bool) -> ReadRows:
+def open_table(source: InputFile, rules: RowRules) -> ReadRows:
     """Return the reader of a table. pyarrow opens Parquet and Arrow files by their path."""
-    if in_text := source.form in DELIMITERS:
-        column = column or "prompt"
-        if column in PROMPT_KINDS[1:]:
-            raise InvalidInput(f"input {source.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
-    texts = (column or "prompt", *((CONTEXT, *SCORED_KINDS) if score else ()))
+    given, score = rules, rules.score
+    if (in_text := source.form in DELIMITERS) and rules.template is None:
+        rules = replace(rules, column=rules.column or "prompt")
+        if rules.column in PROMPT_KINDS[1:]:
+            fault = f"cells are text and cannot hold {rules.column}; use .jsonl or .parquet"
+            raise InvalidInput(f"input {source.name}: {fault}")
+    texts = (rules.column or "prompt", *rules.columns, *((CONTEXT, *SCORED_KINDS) if score else ()))
     convert = _scored_cell if score else parsed_cell
 
     def table(file: BinaryIO) -> tuple[list[str], Iterator[TableRow]]:
@@ -83,24 +105,25 @@ def open_table(source: InputFile, column: str | None, score: bool) -> ReadRows:
         try:
             if record.fault is not None:
                 raise InvalidInput(record.fault)
-            request = plain_request(record.fields, column, score)
+            request = rules.request(record.fields)
             cells = {name: convert(name, value) for name, value in request.items()} if in_text else request
             return replace(row, request=cells)
         except InvalidInput as error:
             return row.refused(str(error))
 
+    prompts = PROMPT_KINDS if rules.column is None else (rules.column,)
     with source.open() as file:
         columns, records = table(file)
+    check_columns(source, columns, (*SCORED_KINDS, *prompts) if score else prompts, given, records)
     opened = [] if in_text else [records]  # another process has opened the file, and is used at the first reading
-    prompts = PROMPT_KINDS if column is None else (column,)
-    check_columns(source, columns, (*SCORED_KINDS, *prompts) if score else prompts)
     return lambda file: map(row_of, count(), opened.pop() if opened else table(file)[1])
 
 
 def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[TableRow]]:
     """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated. Raise
     InvalidInput if the file has no header."""
-    records = csv_records(file, DELIMITERS[source.form], read_json.MAX_LINE_BYTES)
+    found = csv_records(file, source.delimiter, read_json.MAX_LINE_BYTES)
+    records = ((line, cells, fault and fault.replace(_AS_UTF8, _OF_EXCEL)) for line, cells, fault in found)
     line, columns, fault = next(records, (0, [], "it is empty"))
     if fault:
         fault = f"line {line} {fault}" if line else fault

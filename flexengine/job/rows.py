@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, json_kind, library_faults, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
-from flexengine.job.chats import TOOLS, chat_token_ids, check_format, messages_of, tools_of
+from flexengine.job.chats import TOOLS, chat_token_ids, check_format, check_roles, messages_of, tools_of
 from flexengine.job.foreign import CHAT_ONLY, check_foreign, own_sampling, whole
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
@@ -215,12 +215,16 @@ def _prompt_ids(
         options, now: as for `chat_token_ids`.
     """
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
+    if nulls := [kind for kind in PROMPT_KINDS if kind in request and not present]:
+        raise InvalidInput(f"{nulls[0]} is null; give a text, messages or token ids")
     if len(present) != 1:
         others = "--prompt-column, or prompt_column of run_job, names another"
         fields = "" if present else f" (its fields are {shown(list(request))}; {others})"
         given = f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}"
         raise InvalidInput(f"{given}; exactly one is needed{fields}")
     kind, prompt = present[0], request[present[0]]
+    if isinstance(prompt, str) and not prompt:
+        raise InvalidInput(f"{kind} is empty; give a text")
     if _is_chat(request, as_message):
         asked = [{"role": "user", "content": prompt}] if kind == "prompt" and isinstance(prompt, str) else prompt
         return _chat_ids(kind, asked, request, tokenizer, options, now)
@@ -246,6 +250,7 @@ def _chat_ids(
     """Return the token ids of messages, with the request's tools. kind: field that the messages are from. options, now:
     as for `chat_token_ids`."""
     messages, tools = messages_of(given), tools_of(request)
+    check_roles(messages, str(getattr(tokenizer, "chat_template", None) or ""))
     try:
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
     except RecursionError as error:

@@ -16,19 +16,18 @@ from flexengine.errors import InvalidInput
 from flexengine.job.foreign import CHAT_ONLY
 from flexengine.job.inputs import InputRows
 
-FORMAT = 3
+FORMAT = 4
 MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
 LOSSY = "lossy"
 WEIGHTS = "weights"  # the switch whose value may be a format per layer
-CHAT, SCORE = "chat", "score"  # in the manifest only if they are true
 _APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # each compared by its own function
 INFORMATIVE = frozenset({"input", "model"})  # names, not compared: files may be renamed while their bytes stay equal
 _ABSENT, _EXACT = "absent", "exact"
 # Sampling parameters that a manifest has only if they are set, as earlier versions had none of them.
 _ONLY_IF_SET = ("min_tokens", "logit_bias", "bad_words", *CHAT_ONLY)
 # Values, as JSON, of names that a manifest may lack.
-_DEFAULTS = {CHAT: "false", SCORE: "false"} | {n: json.dumps(getattr(SamplingParams(), n)) for n in _ONLY_IF_SET}
+_DEFAULTS = {"chat": "false", "score": "false"} | {n: json.dumps(getattr(SamplingParams(), n)) for n in _ONLY_IF_SET}
 _LONG = 60  # most characters of a value in a message
 _MOST_FILES = 4  # most file names in a message
 
@@ -50,10 +49,9 @@ def manifest_of(
         lossy: the lossy switches that are set, by name.
     """
     given = {"input": rows.path.name, INPUT_DIGEST: rows.scan().sha256, "input_format": rows.form,
-             "prompt_column": rows.prompt_column, "output_format": "jsonl"}  # fmt: skip
-    only_if_true = {name: True for name, value in ((CHAT, rows.chat), (SCORE, rows.score)) if value}
+             "prompt_column": rows.rules.column, "output_format": "jsonl"}  # fmt: skip
     set_now = {n: v for n, v in asdict(sampling).items() if n not in _ONLY_IF_SET or v != getattr(SamplingParams(), n)}
-    values = {"format": FORMAT, **given, **only_if_true, **engine, **set_now, LOSSY: dict(lossy)}
+    values = {"format": FORMAT, **given, **rows.settings, **engine, **set_now, LOSSY: dict(lossy)}
     plain: Manifest = json.loads(json.dumps(values))  # tuples become lists, as when the journal is read
     return plain
 

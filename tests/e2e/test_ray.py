@@ -89,7 +89,7 @@ def test_map_batches(form: str, cluster: str, llama: Any) -> None:
         batch_format=form,
         compute=ray.data.ActorPoolStrategy(size=1),
         fn_constructor_kwargs={"model": str(llama.directory), "device": "cpu"},
-        fn_kwargs={"params": GREEDY},
+        fn_kwargs={"params": GREEDY, "row_options": True},
     )
     blocks = [ray.get(ref) for ref in dataset.to_arrow_refs()]
     assert len(blocks) > 1

@@ -303,7 +303,7 @@ def test_greedy_is_what_the_model_would_say(speaker: Any) -> None:
 def test_pairs_that_cannot_be_scored(speaker: Any) -> None:
     long, bad, good = speaker.score(["x" * 99, "", "a"], ["b", "", "b"])
     assert "context and continuation have 100 + 1 tokens; the model's context is 96 tokens" in long.error
-    assert "have 1 + 0 tokens; each must have at least one" in bad.error
+    assert "continuation is empty; give a text of at least one character" in bad.error
     assert good.error is None
     assert speaker.score([5], [259]).error == "prompt 0: continuation holds 259; token ids lie in [0, 259)"
     for context, continuation, message in (

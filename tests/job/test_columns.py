@@ -197,8 +197,9 @@ def test_a_numpy_batch(engine: Engine, llama: Any) -> None:
         "kept": np.arange(10, dtype=np.int16),
         "error": objects(*["old"] * 10),
     }
-    out = engine(batch, GREEDY)
-    assert list(out) == [*batch, *(name for name in OURS if name not in batch)]
+    out = engine(batch, GREEDY, row_options=True)
+    assert list(out) == [*(name if name != "error" else "input_error" for name in batch), *OURS]
+    assert out["input_error"] == ["old"] * 10
     assert {name: out[name].type for name in OURS} == OURS
     assert out["kept"] is batch["kept"]
     assert out["prompt_token_ids"] == [*llama.prompts, [10**6], None]
@@ -218,14 +219,14 @@ def test_a_table(engine: Engine, llama: Any) -> None:
         "max_tokens": pa.array([NEW] * 7 + [2, None], pa.int16()),
         "when": pa.array([None] * 8 + [5], pa.timestamp("ns")),
     })  # fmt: skip
-    out = engine(given, GREEDY)
-    assert out.column_names == [*given.column_names, *(name for name in OURS if name != "error")]
+    out = engine(given, GREEDY, row_options=True)
+    assert out.column_names == ["prompt_token_ids", "input_error", "max_tokens", "when", *OURS]
     for name in ("prompt_token_ids", "max_tokens", "when"):
         assert out[name].equals(given[name])
     assert {name: out.schema.field(name).type for name in OURS} == OURS
     assert out["token_ids"].to_pylist() == [*llama.expected[:7], llama.expected[7][:2], []]
     split = pa.concat_tables([given.slice(0, 3), given.slice(3)])  # in several chunks
-    assert engine(split, GREEDY).equals(out)
+    assert engine(split, GREEDY, row_options=True).equals(out)
 
 
 @pytest.mark.parametrize("batch", [{}, {"prompt": np.array([])}, {"prompt": [], "x": []}])
@@ -254,7 +255,7 @@ def test_index_makes_noise_independent_of_batches(engine: Engine, llama: Any) ->
         assert engine(batch, hot)["token_ids"].to_pylist() == [whole[i] for i in cut]
     alone = {"prompt_token_ids": ids_column(prompts[:1])}
     assert engine(alone, hot)["token_ids"].to_pylist() == whole[:1]
-    seeded = [engine({**alone, "seed": [s]}, hot)["token_ids"].to_pylist()[0] for s in range(4)]
+    seeded = [engine({**alone, "seed": [s]}, hot, row_options=True)["token_ids"].to_pylist()[0] for s in range(4)]
     assert seeded[0] == whole[0]
     assert len({tuple(t) for t in seeded}) == 4
 

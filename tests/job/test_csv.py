@@ -131,7 +131,7 @@ def test_csv_headers(tmp_path):
         (header, "text", "no column text"),
         (header, "messages", "cannot hold messages"),
         (b"prompt,id,prompt\n", None, r"several columns named \['prompt'\]"),
-        (b"id;prompt\n1;a\n", None, r"separated by ';'; save the file with commas"),
+        (b"id;prompt\n1;a\n", None, r"separated by ';'; give --delimiter ';' \(delimiter=';' in Python\)"),
         (b"id\tprompt\n1\ta\n", None, r"separated by tabs; give --input-format tsv \(input_format='tsv' in Python\)"),
         (b"Prompt,id\n", None, r"--prompt-column Prompt \(prompt_column='Prompt' in Python\)"),
         (b"", None, "empty"),
@@ -179,7 +179,7 @@ def test_sampling_fields_in_csv_cells(tmp_path, column, good, bad):
 def written_cells(tmp_path: Path, column: str, cell: str) -> list[Row]:
     text = io.StringIO(newline="")
     csv.writer(text, quoting=csv.QUOTE_ALL).writerows([["prompt", column], ["hello", cell]])
-    return rows_of(tmp_path, text.getvalue().encode(), "in.csv")
+    return rows_of(tmp_path, text.getvalue().encode(), "in.csv", row_options=True)
 
 
 def test_values_out_of_range_are_refused_by_encode(tmp_path):

@@ -9,10 +9,11 @@ from typing import BinaryIO
 import pytest
 
 from flexengine.job.inputs import FORMATS, Format, InputFile, InputRows, ReadRows
+from flexengine.job.row_fields import RowRules
 from flexengine.job.rows import Row
 
 
-def open_words(source: InputFile, column: str | None, score: bool) -> ReadRows:
+def open_words(source: InputFile, rules: RowRules) -> ReadRows:
     """Return the reader of a file whose words are prompts."""
 
     def rows(file: BinaryIO) -> Iterator[Row]:

@@ -79,12 +79,14 @@ def test_lines_are_written_as_soon_as_it_is_their_turn():
 
 
 def test_our_fields_win():
-    (written,) = lines_of([pair(0, error="line 1: no", index="theirs", token_ids="theirs", kept={"a": [1]})])
+    """Own fields of these names are kept under other names."""
+    (written,) = lines_of([pair(0, error="line 1: no", index="theirs", token_ids=[7], kept={"a": [1]}, input_index=4)])
     line = json.loads(written)
     assert line["index"] == 0
     assert line["token_ids"] == [0]
     assert line["error"] == "line 1: no"
     assert line["kept"] == {"a": [1]}
+    assert (line["input_index"], line["input_input_index"], line["input_token_ids"]) == (4, "theirs", [7])
 
 
 def test_logprobs_and_samples_only_if_there_are_any():
@@ -103,14 +105,15 @@ def test_logprobs_and_samples_only_if_there_are_any():
     assert with_samples["samples"] == [made, made]
 
 
-def test_results_of_an_earlier_job_are_left_out():
-    """An output may be an input; a sampling parameter of the row stays."""
+def test_results_of_an_earlier_job_are_kept_under_other_names():
+    """An output may be an input."""
     row = Row(0, 1, {"prompt": "p", "samples": [1], "logprobs": [{"token_id": 3}], "error": "old", "token_ids": [7]})
     line = json.loads(line_encoder("m", 0)(row, Result(0, "a")))
-    assert "samples" not in line
-    assert "logprobs" not in line
+    assert not {"samples", "logprobs"} & set(line)
     assert (line["error"], line["token_ids"]) == (None, [])
-    assert json.loads(line_encoder("m", 0)(Row(0, 1, {"logprobs": 2}), Result(0, "a")))["logprobs"] == 2
+    assert {f"input_{name}": value for name, value in row.fields.items() if name != "prompt"}.items() <= line.items()
+    again = json.loads(line_encoder("m", 0)(Row(0, 1, line), Result(0, "b")))
+    assert (again["input_generated_text"], again["input_error"], again["input_input_error"]) == ("a", "old", None)
 
 
 def test_batch_lines_answer_batch_lines():

@@ -82,8 +82,11 @@ def test_a_prompt_as_a_users_message():
     request = chat("hello world", make_tokenizer(bos=True))
     assert [WORDS[i] for i in request.prompt_ids] == ["user", ":", "hello", "world", "assistant", ":"]
     assert (request.prompt, request.sampling.n) == ("hello world", 2)
-    assert [WORDS[i] for i in chat("").prompt_ids] == ["user", ":", "assistant", ":"]
-    for wrong, reason in ((5, "prompt is a number"), ("\ud800", "prompt holds half a surrogate pair")):
+    for wrong, reason in (
+        ("", "prompt is empty"),
+        (5, "prompt is a number"),
+        ("\ud800", "prompt holds half a surrogate pair"),
+    ):
         assert chat(wrong).error.startswith(f"line 7: {reason}")
     assert "prompt cannot be tokenised" in chat("a", make_tokenizer(chat=False)).error
 
@@ -228,7 +231,7 @@ def test_wrong_overrides(wrong):
 @pytest.mark.parametrize(
     "fields",
     [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "prompt_token_ids": [1]},
-     {"text": "a"}, {"prompt": None}],
+     {"text": "a"}],
 )  # fmt: skip
 def test_exactly_one_kind_of_prompt(fields):
     assert "exactly one" in error_of(fields)
@@ -272,8 +275,12 @@ def test_context_length_counts_prompt_and_continuation():
 
 
 def test_empty_prompts():
-    assert "empty after tokenisation" in error_of({"prompt": ""})
-    assert run({"prompt": ""}, make_tokenizer(bos=True)).prompt_ids == (1,)
+    for tokenizer in (make_tokenizer(), make_tokenizer(bos=True)):
+        assert "prompt is empty" in error_of({"prompt": ""}, tokenizer)
+        assert "messages[0].content is empty" in error_of({"messages": [{"role": "user", "content": ""}]}, tokenizer)
+    assert "empty after tokenisation" in error_of({"prompt": " "})
+    assert "prompt is null" in error_of({"prompt": None})
+    assert "prompt_token_ids is null" in error_of({"prompt_token_ids": None})
 
 
 @pytest.mark.parametrize("ids", [np.array([3, 4]), torch.tensor([3, 4])])

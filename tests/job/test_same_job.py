@@ -24,7 +24,8 @@ OTHER: dict[str, Any] = {
 
 def manifest(given: dict[str, Any] = GIVEN, engine: dict[str, Any] = ENGINE, lossy: Any = None, **sampling: Any) -> Any:
     scan = SimpleNamespace(sha256=given["sha256"])
-    rows: Any = SimpleNamespace(**given, scan=lambda: scan, form="jsonl", chat=False, score=False)
+    rows: Any = SimpleNamespace(scan=lambda: scan, form="jsonl", settings={}, path=given["path"])
+    rows.rules = SimpleNamespace(column=given["prompt_column"])
     return manifest_of(rows, SamplingParams(**sampling), engine, lossy or {})
 
 

@@ -29,7 +29,7 @@ def test_tables(tmp_path, suffix):
         "prompt": [f"world {i}" if i % 3 == 2 else None for i in range(count)], "messages": messages,
         "prompt_token_ids": ids, "id": list(range(count)), "max_tokens": [None if i % 2 else 7.0 for i in range(count)],
     }  # fmt: skip
-    rows = InputRows(arrow_file(tmp_path / f"t{suffix}", pa.table(columns)), limit=900)
+    rows = InputRows(arrow_file(tmp_path / f"t{suffix}", pa.table(columns)), limit=900, row_options=True)
     for _ in range(2):
         found = list(rows)
         assert [r.line for r in found] == list(range(1, 901))
@@ -58,7 +58,7 @@ def test_prompt_column_of_tables(tmp_path):
     assert all(r.request == r.fields for r in InputRows(path))
     first, second = InputRows(path, "q")
     assert first.request["prompt"] == "a"
-    assert second.error == "line 2: has no 'q', which is to hold the prompt; it has ['prompt', 'q', 'text']"
+    assert second.error == "line 2: q is null, but it is to hold the prompt; give a text"
     first, second = InputRows(path, "text")
     assert first.request["prompt"] == "café"
     assert second.error == "line 2: invalid UTF-8 at byte 0; save the file as UTF-8"

@@ -108,7 +108,7 @@ def _run_job(
         fault = f"{job.rows} was written for other scenarios: they, or their data, have changed since"
         raise InvalidInput(f"{fault}; give --restart to start over, or another --output")
     job.write(rows)
-    summary = engine.run_job(job.rows, job.results, SamplingParams(), score=True)
+    summary = engine.run_job(job.rows, job.results, SamplingParams(), score=True, row_options=True)
     seconds = summary.load_seconds + summary.total_seconds
     results = [{**row, **output} for row, output in zip(rows, job.outputs(), strict=True)]
     return results, seconds if summary.job and summary.job.done_before == 0 else None

@@ -12,11 +12,12 @@ from typing import Any
 
 from flexengine.apps.evaluate.metrics import CHOICE, PERPLEXITY
 from flexengine.apps.evaluate.perturb import ORIGINAL
-from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario, columns_of, filled, text_of
+from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
 from flexengine.apps.tables import FileTable, read_records
 from flexengine.errors import InvalidInput, json_kind, shown
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.inputs import InputFile, InputRows
+from flexengine.job.row_fields import columns_of, filled, text_of
 from flexengine.job.rows import without_place
 
 

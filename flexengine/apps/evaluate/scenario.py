@@ -1,10 +1,7 @@
-"""Scenarios: what is asked of a model, as YAML files describe it (docs/evaluate.md lists the fields), and templates of
-prompts: text with columns in braces, such as "Question: {question}"."""
+"""Scenarios: what is asked of a model, as YAML files describe it (docs/evaluate.md lists the fields)."""
 
 import dataclasses
-import json
-import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -14,11 +11,11 @@ from flexengine.apps.evaluate.metrics import CHOICE, DEFAULT, GENERATION, KINDS,
 from flexengine.apps.evaluate.perturb import Perturbations
 from flexengine.apps.evaluate.yaml_fields import FieldLines, read
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, json_kind, shown
+from flexengine.errors import InvalidInput, shown
+from flexengine.job.row_fields import columns_of
 from flexengine.records import Limit
 
 TEXT, INDEX, LETTER = "text", "index", "letter"
-_BRACES = "write {{ and }} for braces that are text"
 _GROUPS = {  # groups of fields that a kind of scenario has, besides data, prompt, metrics and perturbations
     CHOICE: ("choices", "label", "few_shot"),
     GENERATION: ("label", "few_shot", "generation"),
@@ -204,34 +201,3 @@ def _metric_faults(scenario: Scenario, metrics: Sequence[str]) -> Iterator[tuple
             yield "metrics", f"the metric {name} needs labels; {labels}"
     if len(set(metrics)) < len(metrics):
         yield "metrics", "metrics names a metric twice; remove one"
-
-
-def columns_of(template: str) -> tuple[str, ...]:
-    """Return the columns of a template, each once, in order. Raise InvalidInput if a brace is alone, or a column has a
-    conversion or a format."""
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise InvalidInput(f"a brace is alone ({error}); {_BRACES}") from error
-    for _, name, form, conversion in parts:
-        if name == "" or form or conversion:
-            what = f"{{{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
-            raise InvalidInput(f"{what} must be a column's name alone, as in {{question}}; {_BRACES}")
-    return tuple(dict.fromkeys(name for _, name, _, _ in parts if name is not None))
-
-
-def filled(template: str, row: Mapping[str, Any]) -> str:
-    """Return the template with the row's values. Raise InvalidInput if the row lacks a value."""
-    parts = string.Formatter().parse(template)
-    return "".join(literal + (text_of(row, name) if name is not None else "") for literal, name, _, _ in parts)
-
-
-def text_of(row: Mapping[str, Any], column: str) -> str:
-    """Return a value of a row as text: texts as they are, numbers and booleans as in JSON. Raise InvalidInput if the
-    row has no such value, or it is an array or an object."""
-    value = row.get(column)
-    if isinstance(value, str):
-        return value
-    if value is None or not isinstance(value, bool | int | float):
-        raise InvalidInput(f"column {column} is {json_kind(value)}; it must be text or a number")
-    return json.dumps(value)

@@ -81,7 +81,7 @@ def run_batch(engine: Engine, rows: Sequence[Row], folder: Path, options: Mappin
     folder.mkdir(parents=True, exist_ok=True)
     job.write(rows)
     try:
-        engine.run_job(job.rows, job.results, PARAMS, score=True, retry_errors=True)
+        engine.run_job(job.rows, job.results, PARAMS, score=True, row_options=True, retry_errors=True)
     except OtherJob as error:
         raise InvalidInput(f"{error}; to start over, delete the files {folder / digest}.*") from error
     return read_output(job.results)

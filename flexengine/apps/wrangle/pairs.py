@@ -107,7 +107,7 @@ def _joined(left: FileTable, right: FileTable, pairs: Sequence[_Pair]) -> FileTa
         records.append(TableRow(number, {**cells, SIMILARITY: similarity}))
     records += [TableRow(0, {}, f"{table.place(row)}: {table.records[row].fault}") for table, row in faults]
     arrow = _joined_arrow(left, right, pairs, faults)
-    return FileTable(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow)
+    return FileTable(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow, left.delimiter)
 
 
 def _joined_arrow(
@@ -142,7 +142,7 @@ def schema_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
         for j, similarity in neighbours
     ]
     records = tuple(TableRow(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
-    return FileTable(f"{left.name} x {right.name}", left.form, columns, records)
+    return FileTable(f"{left.name} x {right.name}", left.form, columns, records, delimiter=left.delimiter)
 
 
 def _descriptions(table: FileTable, count: int) -> list[dict[str, str]]:

@@ -60,7 +60,7 @@ def make_plan(spec: Spec) -> WranglePlan:
     """Read the tables and return the plan. Raise InvalidInput if they cannot be used with these options."""
     if len(spec.tables) == 2 or spec.picks == NEAREST:
         check_library()
-    tables = [read_table(name, limit=spec.limit) for name in spec.tables]
+    tables = [read_table(name, limit=spec.limit, delimiter=spec.delimiter) for name in spec.tables]
     if len(tables) == 2 and spec.label and not spec.examples:
         fault = f"--label {spec.label!r} names labels of pairs, but two tables are given"
         raise InvalidInput(f"{fault}; give a table of pairs, or --examples with labelled pairs")
@@ -70,7 +70,8 @@ def make_plan(spec: Spec) -> WranglePlan:
     for name in (f"{target}_{end}" for target in targets_of(spec) for end in ENDS):
         if name in table.columns:
             raise InvalidInput(f"{table.name} has a column {name!r}, which the output adds; rename it")
-    examples = questions_of(read_table(spec.examples, "--examples"), spec, True) if spec.examples else None
+    shown = read_table(spec.examples, "--examples", delimiter=spec.delimiter) if spec.examples else None
+    examples = questions_of(shown, spec, True) if shown else None
     choices = choices_of(spec, [asked, examples] if examples else [asked])
     questions, pool = _predicted(spec, asked, examples)
     if spec.group and spec.shots != 0 and (missing := {q.group for q in questions} - {q.group for q in pool}):

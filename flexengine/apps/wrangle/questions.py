@@ -1,9 +1,9 @@
 """Questions of a table, by task: one per row, or one per checked cell. They are those of Narayan et al., Can Foundation
 Models Wrangle Your Data? (arXiv 2205.09911)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flexengine.apps.tables import FileTable, cell_text, serialised
 from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, sides
@@ -12,6 +12,7 @@ from flexengine.errors import InvalidInput
 from flexengine.plan.formatting import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
+_NOTHING = "all cells that the question would show are empty"
 _LABEL_WORDS = "Yes, No, true, false, 1 or 0"
 MAX_CHOICES = 1000  # values of a column that --closed accepts
 
@@ -22,7 +23,7 @@ class CellQuestion:
 
     row: int  # number of the table's row
     target: str  # name of the answer; the output's columns begin with it
-    text: str  # the question, without shots
+    text: str  # the question, without shots; "" if all cells that it would show are empty
     answer: str | None = None  # the true answer; None if it is unknown
     cell: str | None = None  # text of the imputed cell; None if it is empty
     group: str = ""
@@ -33,18 +34,18 @@ class TableQuestions(NamedTuple):
 
     table: FileTable
     questions: list[CellQuestion]
-    faults: dict[int, str]  # reason by row for rows that cannot be read
+    faults: dict[int, str]  # reason by row for rows that cannot be read, or have nothing to ask about
 
 
 def questions_of(table: FileTable, spec: Spec, examples: bool = False) -> TableQuestions:
     """Return the questions of a table. examples: the table holds examples, so every row must have an answer. Raise
     InvalidInput if a column is missing, a label is not allowed, or an example has no answer or cannot be read."""
-    questions = list(_BUILDERS[spec.task](table, spec, examples))
-    faults = {
-        row: f"line {record.line}: {record.fault}" if record.line else record.fault
-        for row, record in enumerate(table.records)
-        if record.fault
-    }
+    asked = list(_BUILDERS[spec.task](table, spec, examples))
+    questions = [question for question in asked if question.text]
+    reasons = {row: record.fault for row, record in enumerate(table.records) if record.fault}
+    reasons |= {question.row: _NOTHING for question in asked if not question.text}
+    lines = {row: table.records[row].line for row in reasons}
+    faults = {row: f"line {lines[row]}: {why}" if lines[row] else why for row, why in sorted(reasons.items())}
     if examples and faults:
         raise InvalidInput(f"--examples {table.name}, {next(iter(faults.values()))}; correct it")
     for question in questions:
@@ -93,6 +94,7 @@ def _match(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestio
     for row, record in table.readable():
         left, right = (serialised(record.fields, columns, spec.missing, side) for side in (LEFT, RIGHT))
         text = f"{noun} A is {left}. {noun} B is {right}. Are {noun} A and {noun} B the same?"
+        text = text if all(_shows_any(record.fields, columns, side) for side in (LEFT, RIGHT)) else ""
         yield CellQuestion(row, MATCH, text, label(row))
 
 
@@ -122,8 +124,12 @@ def _impute(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuesti
     if truth is not None:
         table.check_has([truth], "--label")
     for row, record in table.readable():
-        text = f"{serialised(record.fields, shown, spec.missing)}. What is the {column}?"
         cell = cell_text(record.fields[column])
+        text = f"{serialised(record.fields, shown, spec.missing)}. What is the {column}?"
+        if not _shows_any(record.fields, shown):
+            if cell is not None and not spec.evaluate:
+                continue  # no example
+            text = ""
         cell = cell and cell.strip()
         true = None if truth is None else cell_text(record.fields[truth])
         yield CellQuestion(row, column, text, cell if true is None else true.strip(), cell)
@@ -136,6 +142,7 @@ def _detect(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuesti
         label = _label(table, spec, spec.label, examples)
         for row, record in table.readable():
             text = f"{serialised(record.fields, shown, spec.missing)}\n\nIs there {spec.error} in this row?"
+            text = text if _shows_any(record.fields, shown) else ""
             yield CellQuestion(row, "error", text, label(row))
         return
     names = {c: f"{c}_{spec.label}" if spec.label else None for c in spec.column}
@@ -158,14 +165,18 @@ def _transform(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQue
             table.check_has([name], "--examples: column" if examples else option)
     for row, record in table.readable():
         cell = cell_text(record.fields[column])
-        if cell is None and not examples:
-            continue  # an empty cell stays empty
         group = "" if spec.group is None else cell_text(record.fields[spec.group]) or ""
         true = cell_text(record.fields[answer]) if answer else None
-        yield CellQuestion(row, target, f"input:{cell or ''}\noutput:", true and true.strip(), group=group)
+        text = f"input:{cell or ''}\noutput:" if cell is not None or examples else ""
+        yield CellQuestion(row, target, text, true and true.strip(), group=group)
 
 
 _BUILDERS = dict(zip(TASKS, (_match, _impute, _detect, _schema, _transform), strict=True))
+
+
+def _shows_any(cells: Mapping[str, Any], columns: Iterable[str], prefix: str = "") -> bool:
+    """Return whether a cell that a question shows is not empty; see `serialised`."""
+    return any(cell_text(cells[prefix + column]) is not None for column in columns)
 
 
 def _shown(table: FileTable, spec: Spec, hidden: set[str | None]) -> list[str]:

@@ -20,7 +20,8 @@ from flexengine.job.journal import Journal
 from flexengine.job.results import files_beside, logprob_of
 from flexengine.job.rows import without_place
 
-DIGITS = 6  # of a confidence after the point; float32 sums have no more
+DIGITS = 6  # of a confidence; float32 sums have no more
+EMPTY = "the model's answer is empty"
 Metrics = dict[str, Any]
 _YES_NO = re.compile(r"\s*(yes|no)\b", re.I)
 _QUOTES = "\"'`“”‘’"
@@ -32,7 +33,8 @@ class TableAnswer(NamedTuple):
     """The answer to one question."""
 
     text: str | None  # the answer; None if the row failed
-    # Log probability of the answer in nats. For a generated answer, with the tokens that ended it.
+    # Probability of the answer: of scored answers its share in the sum of all; of a generated one that of its tokens,
+    # with those that ended it.
     confidence: float | None = None
     failure: str | None = None  # why there is no answer; None if there is one
     cut: bool = False  # whether a generated answer reached the most tokens before its end
@@ -43,14 +45,19 @@ def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> TableAnswer:
     if (error := result.get("error")) is not None:
         return TableAnswer(None, failure=without_place(str(error)))
     if not choices:
-        confidence = math.fsum(map(logprob_of, result["logprobs"]))
+        confidence = math.exp(math.fsum(map(logprob_of, result["logprobs"])))
         cut = result["finish_reason"] == "length"
-        return TableAnswer(result["generated_text"].strip(), round(confidence, DIGITS), cut=cut)
+        return TableAnswer(result["generated_text"].strip(), _rounded(confidence), cut=cut)
     logprobs = [logprob_of(score) for score in result["scores"]]
     best = max(range(len(choices)), key=logprobs.__getitem__)
     if logprobs[best] == -math.inf:
         return TableAnswer(None, failure="no choice has a probability above 0, so none can be chosen")
-    return TableAnswer(choices[best], round(logprobs[best], DIGITS))
+    share = 1 / math.fsum(math.exp(each - logprobs[best]) for each in logprobs)
+    return TableAnswer(choices[best], _rounded(share))
+
+
+def _rounded(probability: float) -> float:
+    return float(f"{probability:.{DIGITS}g}")
 
 
 def plain(answer: TableAnswer) -> TableAnswer:
@@ -270,7 +277,8 @@ def _columns(plan: WranglePlan, answers: Sequence[TableAnswer]) -> list[Added]:
     by_cell = {(q.row, q.target): answer for q, answer in zip(plan.questions, answers, strict=True)}
     for target in targets_of(plan.spec):
         found = [by_cell.get((row, target)) for row in range(len(table.records))]
-        failures = [plan.asked.faults.get(row, answer and answer.failure) for row, answer in enumerate(found)]
+        why = [answer and (EMPTY if answer.text == "" else answer.failure) for answer in found]
+        failures = [plan.asked.faults.get(row, reason) for row, reason in enumerate(why)]
         columns += [
             Added(f"{target}_prediction", [answer and answer.text for answer in found]),
             Added(f"{target}_confidence", [answer and answer.confidence for answer in found], number=True),

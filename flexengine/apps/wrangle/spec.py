@@ -57,6 +57,7 @@ class Spec:
     generate: bool = False  # generate Yes or No instead of scoring both
     instruction: str | None = None  # text before the shots
     max_tokens: int | None = None  # most tokens of a generated answer; None is MAX_TOKENS of the task
+    delimiter: str | None = None  # the character between cells of .csv and .tsv; None is that of the format
     limit: int | None = None  # only the first rows of each table; None is all
 
     @property

@@ -149,7 +149,11 @@ CALIBRATION = """
 ROWS = OptionTable(
     """
 --input-format        format of the input (default: by its suffix; jsonl for a stream without one)
+--delimiter CHAR      character between the cells of .csv and .tsv, e.g. ';'
 --prompt-column NAME  column or field that holds the prompt
+--template TEXT       prompt of each row, with columns in braces, e.g. 'Good or bad? {review}'; {{ and }} are braces
+--row-options         let columns of a table that are named like sampling parameters, such as temperature, set them for
+                      their row, as fields of JSON lines do; else they are data
 --chat                run each prompt as a user's message, through the model's chat template
 --score               score rows with context and continuation, context and choices, or text: log probabilities of what
                       is given (docs/scoring.md)
@@ -372,9 +376,11 @@ def open_rows(args: argparse.Namespace) -> "InputRows":
     """Open the input, with the options that ROWS has."""
     from flexengine.job.inputs import InputRows
 
+    names = ("prompt_column", "limit", "chat", "score", "template", "delimiter")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names}
     in_ram = args.device_mem and args.device != "cuda"
-    memory = parse_size(args.device_mem, "--device-mem") if in_ram else None
-    return InputRows(args.input, args.prompt_column, args.limit, args.input_format, args.chat, args.score, memory)
+    given["memory"] = parse_size(args.device_mem, "--device-mem") if in_ram else None
+    return InputRows(args.input, form=args.input_format, row_options=args.row_options or None, **given)
 
 
 def machine_options(args: argparse.Namespace) -> "MachineOptions":

@@ -197,7 +197,8 @@ def _check(args: argparse.Namespace) -> None:
         why = f"and --input are both given, but {args.input} has its own rows; leave one out"
         refuse_given(args, _MOST, why)
     else:
-        names = ("limit", "prompt_column", "input_format", "chat", "score", "prefix_sharing")
+        names = ["limit", "prompt_column", "input_format", "chat", "score", "prefix_sharing"]
+        names += ["row_options", "template", "delimiter"]
         refuse_given(args, names, "needs the rows of a file; give --input, too")
     check_least(args, limit=1)
     if args.latency is not None and not 0 < args.latency < math.inf:

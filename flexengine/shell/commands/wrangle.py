@@ -34,6 +34,7 @@ _COLUMNS = """
 --label NAME       column of true answers, which adds metrics and examples; detect --column X: the labels of X are in
                    the column X_NAME
 --group NAME       transform: column with the name of the transformation, in the table and the examples
+--delimiter CHAR   character between the cells of .csv and .tsv, e.g. ';', also in the output
 --limit N          only the first N rows of each table
 """
 _ANSWERS = f"""
@@ -129,7 +130,8 @@ def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: Interrup
         questions = count(len(plan.questions), "question", "questions")
         told = f"{questions} on {count(len(table.records), 'row', 'rows')} of {table.name}"
         say(f"{told}; all prompts are in {job.rows.name}")
-        done = engine.run_job(job.rows, job.results, score=True, restart=args.restart, retry_errors=args.retry_errors)
+        again = {"restart": args.restart, "retry_errors": args.retry_errors}
+        done = engine.run_job(job.rows, job.results, score=True, row_options=True, **again)
     if done.sweeps:
         say(summary_line(done.to_json()))
 

@@ -50,7 +50,7 @@ class Fake:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run_job(self, input: Path, output: Path, params: Any = None, *, score: bool) -> Any:
+    def run_job(self, input: Path, output: Path, params: Any = None, *, score: bool, row_options: bool) -> Any:
         assert score
         self.calls.append(input)
         rows = [json.loads(line) for line in input.read_text().splitlines()]
@@ -289,7 +289,7 @@ def test_engines_that_cannot_be_opened_are_refused_before_a_job(scenarios: list[
 def test_rows_that_all_have_errors_are_refused(scenarios: list[Built], tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"t": ""}\n')
     empty = build(load([str(tmp_path / "p.yaml")])[0])
-    with pytest.raises(InvalidInput, match="no row of any scenario can be run; the first: line 1: the text is empty"):
+    with pytest.raises(InvalidInput, match="no row of any scenario can be run; the first: line 1: column t is empty"):
         evaluated([empty], tmp_path / "out")
 
 

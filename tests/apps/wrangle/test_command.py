@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def test_match(model: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.Captu
         scores = {a: reference_logprob(made, ids, tokenizer(f" {a}").input_ids[1:]) for a in ("Yes", "No")}
         answers.append(max(scores, key=scores.__getitem__))
         assert row["match_prediction"] == answers[-1]
-        assert float(row["match_confidence"]) == pytest.approx(scores[answers[-1]], abs=1e-4)
+        assert float(row["match_confidence"]) == pytest.approx(
+            1 / (1 + math.exp(min(scores.values()) - max(scores.values()))), abs=1e-4
+        )
     assert (rows[5]["match_prediction"], "400" in rows[5]["match_failure"]) == ("", True)
     metrics = json.loads(out)["metrics"]
     assert metrics["accuracy"] == sum(a == b for a, b in zip(true, answers, strict=False)) / 5
@@ -96,7 +99,7 @@ def test_impute(model: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.Capt
     for row, prompt in zip(rows, prompts, strict=True):
         text, logprob = reference_text(made, tokenizer, prompt)
         assert row["city_prediction"] == text
-        assert row["city_confidence"] == pytest.approx(logprob, abs=1e-4)
+        assert row["city_confidence"] == pytest.approx(math.exp(logprob), rel=1e-4)
     metrics = json.loads((tmp_path / "m.json").read_text())["metrics"]
     assert (metrics["rows"], metrics["accuracy"]) == (3, 0.0)
     assert "accuracy 0.0000 (3 labelled answers)" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """Metrics against scikit-learn, and how they count answers that are none."""
 
-import math
 import random
 
 import pytest
@@ -93,10 +92,12 @@ def test_a_transformation_counts_if_all_its_rows_are_right() -> None:
 
 def test_answers() -> None:
     scores = [{"logprob": -3.0, "tokens": 1, "is_greedy": False}, {"logprob": -1.5, "tokens": 2, "is_greedy": True}]
-    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == TableAnswer("No", -1.5)
-    assert answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No")) == TableAnswer("Yes", -3.0)
+    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == TableAnswer(
+        "No", 0.817574
+    )  # 1 / (1 + exp(-1.5))
+    assert answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No")) == TableAnswer("Yes", 0.5)
     made = {"generated_text": " a b ", "finish_reason": "length", "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}]}
-    assert answer_of(made | {"error": None}, ()) == TableAnswer("a b", -0.75, cut=True)
+    assert answer_of(made | {"error": None}, ()) == TableAnswer("a b", 0.472367, cut=True)  # exp(-0.75)
     assert answer_of({"error": "line 3: too long"}, ("Yes", "No")) == TableAnswer(None, failure="too long")
 
 
@@ -109,13 +110,13 @@ def test_an_answer_without_text_is_not_right() -> None:
 def test_infinite_log_probabilities() -> None:
     """The results of a job hold null for -inf."""
     scores = [{"logprob": None}, {"logprob": -1.5}]
-    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == TableAnswer("No", -1.5)
+    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == TableAnswer("No", 1.0)
     failed = answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No"))
     assert (failed.text, failed.confidence) == (None, None)
     assert failed.failure is not None
     assert "probability above 0" in failed.failure
     made = {"generated_text": "a", "finish_reason": "stop", "logprobs": [{"logprob": None}, {"logprob": -1.0}]}
-    assert answer_of(made, ()) == TableAnswer("a", -math.inf)
+    assert answer_of(made, ()) == TableAnswer("a", 0.0)
 
 
 @pytest.mark.parametrize("place", ["line 3: ", "row 2 (line 3): ", "row 2 (line 3): line 3: "])

@@ -42,8 +42,8 @@ def test_scored(tmp_path: Path) -> None:
     _, report = run(tmp_path / "o.csv", lambda row: logprobs[row["row"]], "match", table, label="same", shots=0)
     rows = rows_of(tmp_path / "o.csv")
     found = [(r["match_prediction"], r["match_confidence"], r["match_failure"]) for r in rows]
-    assert found == [("Yes", "-1.0", ""), ("No", "-1.5", ""), ("No", "-1.0", ""), ("", "", "is too long"),
-                     ("Yes", "-0.5", ""), ("", "", "line 7: has 2 cells, but the header has 6")]  # fmt: skip
+    assert found == [("Yes", "0.731059", ""), ("No", "0.817574", ""), ("No", "0.731059", ""), ("", "", "is too long"),
+                     ("Yes", "0.622459", ""), ("", "", "line 7: has 2 cells, but the header has 6")]  # fmt: skip
     assert [r["left_name"] for r in rows] == ["arts deli", "campanile", "fenix", "arts deli", "spago", ""]
     assert (report["predicted"], report["failed"], report["answers"]) == (4, 2, {"No": 2, "Yes": 2})
     assert report["failure"] == f"{table}, line 5: is too long"
@@ -60,7 +60,7 @@ def test_generated_yes_no(tmp_path: Path) -> None:
                     label="same", shots=0, generate=True)  # fmt: skip
     rows = rows_of(tmp_path / "o.csv")
     assert [r["match_prediction"] for r in rows] == ["Yes", "No", "perhaps", "No", "Yes"]
-    assert {r["match_confidence"] for r in rows} == {"-0.75"}
+    assert {r["match_confidence"] for r in rows} == {"0.472367"}
     assert report["metrics"] is not None
     assert (report["metrics"]["garbage"], report["metrics"]["recall"], report["metrics"]["accuracy"]) == (1, 0.5, 0.75)
 
@@ -215,3 +215,25 @@ def test_unread_rows_of_two_tables(tmp_path: Path, suffix: str) -> None:
         text = Path(output).read_text()
         rows = list(csv.DictReader(text.splitlines())) if suffix == "csv" else list(map(json.loads, text.splitlines()))
     assert [row["match_failure"] or None for row in rows] == [None, None, *faults]
+
+
+def test_cells_without_an_answer_say_why(tmp_path: Path) -> None:
+    """Empty cells are not asked about, and an empty answer is none."""
+    table = written(tmp_path, "t.csv", "date;note\n7 July;a\n;b\n8 July;c\n")
+    _, report = run(tmp_path / "o.csv", lambda row: ["2007", "", " "][row["row"]], "transform", table, column=["date"],
+                    delimiter=";", instruction="ISO", shots=0)  # fmt: skip
+    assert (tmp_path / "o.csv").read_text().splitlines() == [
+        "date;note;date_prediction;date_confidence;date_failure",
+        "7 July;a;2007;0.472367;",
+        ";b;;;line 3: all cells that the question would show are empty",
+        "8 July;c;;0.472367;the model's answer is empty",
+    ]
+    assert (report["predicted"], report["failed"], report["empty"]) == (2, 1, 1)
+
+
+def test_rows_with_nothing_to_show_are_not_asked_about(tmp_path: Path) -> None:
+    table = written(tmp_path, "t.csv", "name,city\narts deli,\n,\n,filled\npatina,los angeles\n")
+    plan, report = run(tmp_path / "o.csv", lambda _: "x", "impute", table, column=["city"])
+    assert [question.row for question in plan.questions] == [0]
+    assert [bool(row["city_failure"]) for row in rows_of(tmp_path / "o.csv")] == [False, True, False, False]
+    assert (report["predicted"], report["failed"]) == (1, 1)

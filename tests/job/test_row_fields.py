@@ -1,0 +1,228 @@
+"""Which fields of a row are options, data or renamed, in all formats; templates, delimiters, and what is said."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine.activity import reporting
+from flexengine.config import Result, SamplingParams
+from flexengine.engine.file_job import check_rows
+from flexengine.engine.scoring import encode_scored
+from flexengine.errors import InvalidInput
+from flexengine.job.inputs import InputRows
+from flexengine.job.results import encode_row
+from flexengine.job.rows import Request, Row, encode
+from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
+
+pandas = pytest.importorskip("pandas")
+COUNT, EMPTY = 300, 7  # rows, and the row with an empty prompt
+DATA = ("temperature", "n", "seed", "stop")  # named like sampling parameters
+OURS = ("index", "error", "samples", "scores")  # named like fields of results
+LENGTHS = ("max_length", "min_length", "enable_thinking", "suffix")  # named like fields of other programs
+
+
+def frame(options: bool = False) -> Any:
+    """Return a table of measurements. options: the columns DATA have values that are possible as options."""
+    table = {
+        "review": ["" if i == EMPTY else f"hello world {i}" for i in range(COUNT)],
+        "temperature": [i / 4 if options else -25.3 - i for i in range(COUNT)],
+        "n": [i % 3 + 1 if options else 1000 + i for i in range(COUNT)],
+        "seed": list(range(COUNT)),
+        "stop": [f"stop {i}" for i in range(COUNT)],
+        "index": [7 * i for i in range(COUNT)],
+        "error": [i % 2 for i in range(COUNT)],
+        "samples": [f"s{i}" for i in range(COUNT)],
+        "scores": [i / 4 for i in range(COUNT)],
+        "max_token": list(range(COUNT)),
+    }
+    return pandas.DataFrame(table if options else table | {name: range(COUNT) for name in LENGTHS})
+
+
+def stored(folder: Path, table: Any, suffix: str) -> Path:
+    path = folder / f"in{suffix}"
+    if suffix == ".jsonl":
+        table.to_json(path, orient="records", lines=True)
+    elif suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+        table.to_parquet(path)
+    else:
+        table.to_csv(path, index=False)
+    return path
+
+
+def job(path: Path, **options: Any) -> tuple[list[Any], Any, list[str]]:
+    """Return requests or refused rows, the output as a table, and the messages of a job whose results are empty."""
+    said: list[str] = []
+    with InputRows(path, "review", chat=True, **options) as rows:
+        with reporting(lambda record: said.append(record.text)):
+            check_rows(rows, SamplingParams())
+        made = [(row, encode(row, make_tokenizer(), 64, DEFAULTS)) for row in rows]
+    lines = [encode_row(row, Result(row.index, error=getattr(item, "error", None))) for row, item in made]
+    return [item for _, item in made], pandas.read_json(io.BytesIO(b"".join(lines)), lines=True), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_columns_of_tables_are_data(tmp_path: Path, suffix: str) -> None:
+    table = frame()
+    items, out, said = job(stored(tmp_path, table, suffix))
+    assert [item.sampling for item in items if isinstance(item, Request)] == [DEFAULTS] * (COUNT - 1)
+    check_joined(table, out)
+    data = sorted([*DATA, *LENGTHS])
+    assert said == [
+        "results have fields error, index, samples and scores, so the output has those of the input as input_error,"
+        " input_index, input_samples and input_scores",
+        f"columns {', '.join(data[:-1])} and {data[-1]} are data; --row-options (row_options=True in Python) makes such"
+        " columns options of their rows",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("suffix", "asked"), [(".jsonl", None), (".csv", True), (".parquet", True)])
+def test_fields_are_options_in_json_lines_and_where_asked_for(tmp_path: Path, suffix: str, asked: bool | None) -> None:
+    table = frame(options=True)
+    items, out, said = job(stored(tmp_path, table, suffix), row_options=asked)
+    for i, item in enumerate(items):
+        if i != EMPTY:
+            assert item.sampling == SamplingParams(4, i / 4, i, stop=(f"stop {i}",), n=i % 3 + 1)
+    check_joined(table, out)
+    renamed, *taken, misspelt = said
+    assert renamed.startswith("results have fields error, index, samples and scores, so")
+    assert misspelt == "field max_token is data, not an option; did you mean max_tokens?"
+    assert (
+        taken
+        == [
+            "fields n, seed, stop and temperature are options of their rows; rename a field that holds data"
+            " (row_options=False in Python makes all data)"
+        ][: asked is None]
+    )
+
+
+def check_joined(table: Any, out: Any) -> None:
+    """Every column comes back unchanged, and the empty prompt is the one error."""
+    own = out.rename(columns={f"input_{name}": name for name in OURS} | {name: f"our_{name}" for name in OURS})
+    joined = table.merge(own.set_index("our_index"), left_index=True, right_index=True, suffixes=("", "_out"))
+    assert len(joined) == len(out) == COUNT
+    for name in table.columns:
+        assert joined[f"{name}_out"].tolist() == table[name].tolist(), name
+    failed = {i: error for i, error in joined["our_error"].items() if isinstance(error, str)}
+    assert list(failed) == [EMPTY]
+    assert "is empty; give a text" in failed[EMPTY]
+
+
+def test_fields_of_json_lines_may_be_data(tmp_path: Path) -> None:
+    _, _, said = job(stored(tmp_path, frame(), ".jsonl"), row_options=False)
+    assert len(said) == 1
+    items, _, _ = job(stored(tmp_path, frame(), ".jsonl"), row_options=False)
+    assert {type(item) for i, item in enumerate(items) if i != EMPTY} == {Request}
+
+
+def test_batch_lines_and_usual_rows_say_nothing(tmp_path: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 3}}
+    rows = [line, {"prompt": "b", "id": 1, "temperature": None, "temp": 3, "steps": 1, "topic": "x", "x" * 70: 1}]
+    path = written(tmp_path, "\n".join(map(json.dumps, rows)).encode())
+    with InputRows(path) as opened:
+        assert opened.scan().notes == ()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_templates(tmp_path: Path, suffix: str) -> None:
+    table = pandas.DataFrame({"review": ["good", "", "bad"], "stars": [5, 4, 1], "prompt": ["x", "y", "z"]})
+    path = stored(tmp_path, table, suffix)
+    first, empty, last = InputRows(path, template="{{{review}}}: {stars} of 5")
+    assert (first.request["prompt"], last.request["prompt"]) == ("{good}: 5 of 5", "{bad}: 1 of 5")
+    assert first.fields["prompt"] == "x"
+    assert str(empty.error).endswith("column review is empty; it must be text or a number")
+    with pytest.raises(InvalidInput, match=r"the column 'reviw', which no row has; choose from .*review"):
+        InputRows(path, template="{reviw}").scan()
+    for wrong, reason in (("no column", "no column in braces"), ("{", "a brace is alone"), ("{a!r}", "name alone")):
+        with pytest.raises(InvalidInput, match=rf"--template \(template in Python\).*{reason}"):
+            InputRows(path, template=wrong)
+    others: tuple[dict[str, Any], ...] = ({"prompt_column": "prompt"}, {"score": True})
+    for more in others:
+        with pytest.raises(InvalidInput, match="leave --"):
+            InputRows(path, template="{review}", **more)
+
+
+def test_a_template_for_lines_of_text(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path, b"a b\n", "in.txt", template="Sum: {prompt}")
+    assert row.request["prompt"] == "Sum: a b"
+
+
+def test_a_german_export_of_excel(tmp_path: Path) -> None:
+    """Semicolons and decimal commas, with a byte order mark as CSV UTF-8, or in Windows-1252 as CSV."""
+    text = 'Nr;Bewertung;Preis\r\n1;"Schön; aber teuer";25,30\r\n2;Gut;3,10\r\n'
+    rows = rows_of(tmp_path, text.encode("utf-8-sig"), "in.csv", delimiter=";", template="{Bewertung} ({Preis})")
+    assert [row.request["prompt"] for row in rows] == ["Schön; aber teuer (25,30)", "Gut (3,10)"]
+    old = rows_of(tmp_path, text.encode("cp1252"), "old.csv", delimiter=";", prompt_column="Bewertung")
+    assert [row.error is None for row in old] == [False, True]
+    assert str(old[0].error).endswith("(Excel: CSV UTF-8), or convert it: iconv -f WINDOWS-1252 -t UTF-8")
+    readings: tuple[dict[str, Any], ...] = ({}, {"prompt_column": "Bewertung"}, {"template": "{Bewertung}"})
+    for more in readings:
+        with pytest.raises(InvalidInput, match=r"separated by ';'; give --delimiter ';' \(delimiter=';' in Python\)"):
+            InputRows(tmp_path / "in.csv", **more)
+    for wrong, name in ((";;", "in.csv"), ('"', "in.csv"), (";", "in.jsonl")):
+        with pytest.raises(InvalidInput, match=r"--delimiter \(delimiter in Python\) is"):
+            InputRows(written(tmp_path, text.encode(), name), delimiter=wrong)
+    assert rows_of(tmp_path, b"id\tprompt\n1\ta\n", "t.csv", delimiter="\\t")[0].prompt == "a"
+
+
+@pytest.mark.parametrize(
+    ("table", "guess"),
+    [
+        ({"id": ["a-long-name-of-a-row"], "title": ["two words"], "body": ["a text of many words"]}, "body"),
+        ({"body": ["a text of many words"], "Prompt": ["short"]}, "Prompt"),
+        ({"id": ["17"], "label": ["good"]}, "NAME"),
+    ],
+)
+def test_the_proposed_column_has_the_longest_texts(tmp_path: Path, table: dict[str, Any], guess: str) -> None:
+    for suffix in (".csv", ".parquet"):
+        with pytest.raises(InvalidInput, match=rf"--prompt-column {guess} \(prompt_column='{guess}' in Python\)"):
+            InputRows(stored(tmp_path, pandas.DataFrame(table), suffix))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompt": ""}, "prompt is empty; give a text"),
+        ({"prompt": None}, "prompt is null; give a text, messages or token ids"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content is empty; give the user's text"),
+        ({"messages": [{"role": "usr", "content": "a"}]}, "messages[0].role is 'usr', which the chat template does not"
+         " name; did you mean user?"),
+        ({"messages": [{"role": "gpt", "content": "a"}]}, "messages[0].role is 'gpt', which the chat template does not"
+         " name; did you mean assistant?"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "messages[0].role is null; it must be a string such as user;"
+         " rename from and value to role and content"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("chat", [False, True])
+def test_reasons(fields: dict[str, Any], reason: str, chat: bool) -> None:
+    found = encode(Row(0, 1, fields, chat=chat), make_tokenizer(), 64, DEFAULTS)
+    assert isinstance(found, Row)
+    assert found.error == f"line 1: {reason}"
+
+
+def test_roles_of_a_model_are_allowed() -> None:
+    """Names that resemble none, and those of the template."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template += "{# usr #}"
+    for role in ("narrator", "usr"):
+        messages = [{"role": role, "content": "hello"}]
+        assert isinstance(encode(Row(0, 1, {"messages": messages}), tokenizer, 64, DEFAULTS), Request)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"context": "a", "choices": ["", "b"]}, "choices[0] is empty; give a text of at least one character"),
+        ({"context": "a", "choices": []}, "choices is []; it must be an array of 1 to 1000 continuations"),
+        ({"context": "a", "choices": None}, "choices is null or empty; give a text"),
+    ],
+)
+def test_empty_choices(fields: dict[str, Any], reason: str) -> None:
+    found = encode_scored(Row(0, 1, fields, scored=True), make_tokenizer(), 64, DEFAULTS, 5)
+    assert isinstance(found, Row)
+    assert found.error == f"line 1: {reason}"
