@@ -114,7 +114,7 @@ def open_table(source: InputFile, rules: RowRules) -> ReadRows:
     prompts = PROMPT_KINDS if rules.column is None else (rules.column,)
     with source.open() as file:
         columns, records = table(file)
-    check_columns(source, columns, (*SCORED_KINDS, *prompts) if score else prompts, given, records)
+        check_columns(source, columns, (*SCORED_KINDS, *prompts) if score else prompts, given, records)
     opened = [] if in_text else [records]  # another process has opened the file, and is used at the first reading
     return lambda file: map(row_of, count(), opened.pop() if opened else table(file)[1])
 
