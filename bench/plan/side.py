@@ -9,8 +9,7 @@ import json
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,13 +26,15 @@ class Asked:
     Attributes:
         task: RUN the job, MEASURE its machine and model, or ASSUME their rates.
         links: bytes per second by link of a sim machine.
-        hardware: fields of the rates to plan with.
+        hardware: fields of the rates to plan with; None for those that the engine finds or measures.
+        score: as in `ErrorCase`.
     """
 
     job: Job
     task: str = RUN
     links: dict[str, float] | None = None
     hardware: Record | None = None
+    score: bool = False
 
     def to_json(self) -> str:
         """Return the input as one line of JSON."""
@@ -55,7 +56,7 @@ def engine_of(asked: Asked) -> Any:
 
     job = asked.job
     options: dict[str, Any] = {"device": job.device, "device_mem": job.device_mem, "offload_dir": job.scratch}
-    options |= {"policy": Policy(**job.policy) if job.policy else None}
+    options |= {"policy": Policy(**job.policy) if job.policy else None, "dtype": job.dtype}
     options |= {"lossy": Lossy(**job.lossy) if job.lossy else None}
     options |= {"links": Links(**cast(dict[str, Any], asked.links)) if asked.links else None}
     options |= {"hardware": Hardware.from_json(asked.hardware, "bench.plan") if asked.hardware else None}
@@ -84,25 +85,38 @@ def evict(paths: Iterable[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def prepared(asked: Asked) -> tuple[list[Any], Callable[[Any], list[Any]]]:
+    """Return the rows of the job, and a function that runs them on an engine."""
+    from flexengine import SamplingParams
+    from flexengine.engine.scoring import rows_of
+
+    requests = asked.job.requests
+    if not asked.score:
+        rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in requests]
+        return rows, lambda engine: engine.generate(rows, SamplingParams(ignore_eos=True))
+    contexts = [list(r.prompt_token_ids[: -r.max_tokens]) for r in requests]
+    continuations = [list(r.prompt_token_ids[-r.max_tokens :]) for r in requests]
+    return rows_of(contexts, continuations)[0], lambda engine: engine.score(contexts, continuations)
+
+
 def run(asked: Asked) -> Record:
     """Plan, predict and run a job. Return {"refused": why} if the policy does not fit."""
     from flexengine import SamplingParams
     from flexengine.errors import OutOfMemory
-    from flexengine.plan.workload import Workload
 
-    requests = asked.job.requests
-    sizes = Counter((len(r.prompt_token_ids), r.max_tokens) for r in requests)
-    rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in requests]
+    rows, run_rows = prepared(asked)
     began = time.perf_counter()
     with engine_of(asked) as engine:
         evict({run.path for origin in engine.planner.opened.prepare_weights().values() for run in origin.runs})
         opened = time.perf_counter()
         try:
-            layout = engine.plan(Workload(sizes))
+            workload = engine.reader.survey(rows, SamplingParams(ignore_eos=True))
+            layout = engine.plan(workload)
             planned = time.perf_counter()
-            prediction = engine.planner.cost(Workload(sizes)).predict(layout)
+            cost = engine.planner.cost(workload)
+            prediction = cost.predict(layout)
             start = time.perf_counter()
-            results = engine.generate(rows, SamplingParams(ignore_eos=True))
+            results = run_rows(engine)
         except OutOfMemory as error:
             return {"refused": str(error), "versions": versions()}
         seconds, summary = time.perf_counter() - start, engine.summary.to_json()
@@ -117,10 +131,12 @@ def run(asked: Asked) -> Record:
         "token_ids": [list(r.token_ids) for r in results],
         "versions": versions(),
         "summary": summary,
+        "rates": cost.hardware.name,
         "predicted": {
             "seconds": prediction.seconds,
             "load_seconds": prediction.load_seconds,
             "lanes": prediction.busy,
+            "slowed": cost.slowed(prediction.busy, layout.policy),
             "sweeps": sum(prediction.counts.values()),
             "fractions": prediction.fractions,
         },

@@ -158,6 +158,7 @@ def plan_block(folder: Path = RESULTS) -> str:
     titles = {
         "error": "two models, two machines, three workloads",
         "held-out": "formats and shapes of attention, windows, experts, encoded weights, little memory",
+        "first": "the same, each planned as a machine's first job",
     }
     for part, title in titles.items():
         for error in [x for x in found if x["part"] == part][-1:]:
@@ -166,7 +167,7 @@ def plan_block(folder: Path = RESULTS) -> str:
             rows.append((title, "given policies", "", f"{100 * off['median']:.0f} % ({off['runs']} runs){mean}",
                          f"{100 * off['worst']:.0f} %", str(error["failed"])))  # fmt: skip
     head = ("case", "policies", "rate to the best", "predicted to measured, median", "worst", "failed")
-    commands = ", ".join(f"`python -m bench.plan {part} --model-dir DIR`" for part in ("auto", "error", "held-out"))
+    commands = ", ".join(f"`python -m bench.plan {part} --model-dir DIR`" for part in ("auto", *titles))
     return table(head, rows) + f"\n\nCommands: {commands}"
 
 

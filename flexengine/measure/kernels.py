@@ -172,9 +172,9 @@ def measure_crosstalk(
     """Return `Hardware.crosstalk` between compute and the transfers that the CPU does at the same time, and between
     the reads of two disks, whose directories may lie on one device, and between reads and writes of one disk.
 
-    The transfers beside compute are reads of the checkpoint and of further disks and, if the CPU is the compute device,
-    h2d. Let a be the factor by which the first of two lanes slows down while the second works, and b the factor by
-    which the second slows down. Then c seconds of work of the first, alone, and d seconds of the second end together
+    The transfers beside compute are reads of the checkpoint and of further disks, writes and, if the CPU is the compute
+    device, h2d. Let a be the factor by which the first of two lanes slows down while the second works, and b the factor
+    by which the second slows down. Then c seconds of work of the first, alone, and d seconds of the second end together
     after max(d + c a (1 - 1/b), c + d b (1 - 1/a)) seconds.
 
     Args:
@@ -185,6 +185,7 @@ def measure_crosstalk(
     links = reads if machine.gpu else [*reads, "h2d"]
     with unnoticed(machine), readable(machine, checkpoint, quick) as files:
         own = [] if machine.no_offload else [disk.lanes for disk in disks_of(machine.tiers)]
+        links += [write for _, write in own]
         all_pairs = [*(("device", link) for link in links), *combinations(reads, 2), *own]
         few = [("device", link) for link in links if link == "h2d" or (link == reads[0] and files)]
         for lane, other in few if quick else all_pairs:

@@ -204,7 +204,7 @@ class Cost:
         for seconds in parts(rates, policy, sweeps, prompts, split, self.head_chunks).values():
             yield Term("device", "", "", seconds)
         yield from embedding(self.model, self.hardware, sweeps, layout)
-        data = Sweeping(self.model, self.hardware, policy, sweeps, self.pages, rates)
+        data = Sweeping(self.model, self.hardware, policy, sweeps, self.pages, rates, self.neighbours(policy))
         if self.model.blocks:
             yield from guest("neurons").terms(data, prompts.batch)
         yield from data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes)
@@ -214,6 +214,13 @@ class Cost:
             yield from guest("delegation").terms(data)
         if self.model.topk is not None:
             yield from guest("delegation").chosen_terms(data, self.overlaps(policy))
+
+    def neighbours(self, policy: Policy) -> int:
+        """Return the sequences of a gpu_batch whose pages lie together: all, if they take all pages at the same time,
+        or if all sequences are of one size, so that gpu_batches take pages as wholes; else about one."""
+        job = self.workload
+        at_once = job.count <= policy.block_size and all(group.away.page_tokens >= job.longest for group in self.pages)
+        return policy.gpu_batch_size if (at_once or len(job.sizes) == 1) and not job.stems else 1
 
     def slowing(self, policy: Policy) -> Talk:
         """Return `crosstalk` under a policy."""

@@ -160,21 +160,30 @@ def routes(hardware: Hardware) -> Routes:
     return Routes.between(hardware.places, staged=not hardware.shared)
 
 
-def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> float:
+def page_transfer(hardware: Hardware, lane: str, page: float, pages: float, neighbours: float) -> float:
     """Return the bytes of one transfer of KV pages.
 
-    A disk and a GPU copy page by page. A simulated link makes a gpu_batch wait once for all its pages.
+    A disk moves neighbouring pages together, and a GPU copies page by page. A simulated link makes a gpu_batch wait
+    once for all its pages.
 
     Args:
         page: bytes of a page.
         pages: pages of one gpu_batch in one layer.
+        neighbours: those of them that lie together.
     """
-    return page if hardware.gpu or lane_of(lane).of_disk else page * max(1.0, pages)
+    if lane_of(lane).of_disk:
+        return page * max(1.0, neighbours)
+    return page if hardware.gpu else page * max(1.0, pages)
 
 
 @dataclass(frozen=True)
 class Sweeping:
-    """Terms of the data that a policy moves. pages: KV pages of each group of layers."""
+    """Terms of the data that a policy moves.
+
+    Attributes:
+        pages: KV pages of each group of layers.
+        neighbours: sequences of a gpu_batch whose pages off the device lie together.
+    """
 
     model: ModelFacts
     hardware: Hardware
@@ -182,6 +191,7 @@ class Sweeping:
     sweeps: Profile
     pages: tuple[LayerPages, ...]
     rates: Rates
+    neighbours: int = 1
 
     def move(self, lane: str, kind: str, place: str, nbytes: Any, transfer: float) -> Term:
         """Return the term of bytes that cross a lane.
@@ -235,7 +245,8 @@ class Sweeping:
                 token_bytes *= guest("delegation").Crossing.of(model, self.hardware, self.policy, place).pages
             for lanes, tokens in ((way.load[place], loaded), (way.store[place], stored)):
                 for lane in lanes:
-                    transfer = page_transfer(self.hardware, lane, self.page_tokens * model.kv_token, gpu_batch)
+                    page = self.page_tokens * model.kv_token
+                    transfer = page_transfer(self.hardware, lane, page, gpu_batch, self.neighbours)
                     yield self.move(lane, CACHE, place, tokens * token_bytes, transfer)
             if place == "host" and not delegated:
                 single = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.page_tokens

@@ -300,30 +300,38 @@ class DiskTier(Tier):
             first = (begin - region.start) // width
             load_kernels().convert(source.view(region.dtype), flat[first : first + len(source) // width])
 
-    def store(self, source: torch.Tensor, region: Region) -> None:
-        self._write(source, region)
-        self.count(written=region.nbytes)
-
     def store_all(self, pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
-        """Store several pairs in the helper threads at the same time, since each write waits for the disk."""
-        if len(pairs) < 2:
-            return super().store_all(pairs)
-        self._side_by_side([partial(self._write, source, region) for source, region in pairs])
+        """Store several pairs: neighbouring regions share one write, and the helper threads make several writes at the
+        same time, since each waits for the disk."""
+        writes: list[list[tuple[torch.Tensor, Region]]] = []
+        for source, region in sorted(pairs, key=lambda pair: (id(pair[1].place), pair[1].start)):
+            last = writes[-1][-1][1] if writes else None
+            if last and (last.place, last.start + last.nbytes) == (region.place, region.start):
+                writes[-1].append((source, region))
+            else:
+                writes.append([(source, region)])
+        if len(writes) == 1:
+            self._write(writes[0])
+        else:
+            self._side_by_side([partial(self._write, write) for write in writes])
         self.count(written=sum(region.nbytes for _, region in pairs))
 
-    def _write(self, source: torch.Tensor, region: Region) -> None:
-        file: File = region.place
+    def _write(self, pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
+        """Write neighbouring regions."""
+        file: File = pairs[0][1].place
         if file is not self._spill:
             raise ValueError(f"{file.path} is a file of the user, which is never written; store to an allocated region")
-        if region.start % ALIGN:  # the padding of the last block would overwrite other regions
-            raise ValueError(f"a write begins at byte {region.start:,}; it must begin at a multiple of {ALIGN:,}")
-        flat = source.view(-1).view(torch.uint8)
-        size = aligned(region.nbytes)
-        if file.direct is not None and (flat.data_ptr() % ALIGN or flat.numel() % ALIGN):
-            padded = aligned_buffer(size)
-            padded[: flat.numel()].copy_(flat)
-            flat = padded
-        write_fully(file, memory(flat), region.start)
+        parts = list[torch.Tensor]()
+        for source, region in pairs:
+            if region.start % ALIGN:  # the padding of the last block would overwrite other regions
+                raise ValueError(f"a write begins at byte {region.start:,}; it must begin at a multiple of {ALIGN:,}")
+            flat = source.view(-1).view(torch.uint8)
+            if file.direct is not None and (flat.data_ptr() % ALIGN or flat.numel() % ALIGN):
+                padded = aligned_buffer(aligned(region.nbytes))
+                padded[: flat.numel()].copy_(flat)
+                flat = padded
+            parts.append(flat)
+        write_fully(file, [memory(part) for part in parts], pairs[0][1].start)
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -86,20 +86,21 @@ def _after(parts: list[memoryview], nbytes: int) -> list[memoryview]:
     return left
 
 
-def write_fully(file: File, source: memoryview, offset: int) -> None:
-    """Write all of `source`, by direct I/O if the file system supports it; short writes are continued.
+def write_fully(file: File, sources: Sequence[memoryview], offset: int) -> None:
+    """Write all sources one after the other, by direct I/O if the file system supports it; short writes are continued.
 
     Writes are not retried: after an error the kernel may have discarded dirty pages.
 
     Raises:
         OSError: a write failed; the message names the file and the byte.
     """
-    done = 0
-    while done < len(source):
+    left = list(sources)
+    while left:
         try:
-            done += file.transfer(os.pwritev, [source[done:]], offset + done, direct=done % ALIGN == 0)
+            n = file.transfer(os.pwritev, left[:MOST_PARTS], offset, direct=offset % ALIGN == 0)
         except OSError as error:
-            raise located(error, "writing", file.path, offset + done) from error
+            raise located(error, "writing", file.path, offset) from error
+        offset, left = offset + n, _after(left, n)
 
 
 class FasterWay:

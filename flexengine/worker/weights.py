@@ -302,14 +302,13 @@ class JoinedLayers:
     def begin(self, batches: Sequence[Batch]) -> None:
         """Begin a sweep.
 
-        KV and hidden states of the gpu_batch must be on the device. A gpu_batch whose attention reads what an earlier
-        one of the sweep appends must wait for it in every layer.
+        KV and hidden states of all gpu_batches must be on the device: links would stand still while one gpu_batch
+        computes all layers before the others begin, as there are few buffers. A gpu_batch whose attention reads what an
+        earlier one of the sweep appends must wait for it in every layer.
         """
+        on_device = all(batch.cache_home == batch.hidden_home == DEVICE for batch in batches)
         self._tokens = [
-            batch.tokens
-            if batch.cache_home == batch.hidden_home == DEVICE
-            and not any(continues(other, batch) for other in batches[:number])
-            else 0
+            batch.tokens if on_device and not any(continues(other, batch) for other in batches[:number]) else 0
             for number, batch in enumerate(batches)
         ]
 

@@ -73,7 +73,8 @@ class Pretended:
             "policy": asked.job.policy,
             "plan": {"error": 0.0, "lanes": {"device": {"predicted": 3.0, "measured": 4.0}}},
         }  # fmt: skip
-        predicted = {"seconds": 1.5, "load_seconds": 0.5, "lanes": {"device": 1.5}, "sweeps": 2.5, "fractions": {}}
+        predicted = {"seconds": 1.5, "load_seconds": 0.5, "lanes": {"device": 1.5}, "sweeps": 2.5, "fractions": {},
+                     "slowed": {"device": 2.25}}  # fmt: skip
         return {
             "generated_tokens": sum(map(len, tokens)), "seconds": seconds, "planning_seconds": 0.1, "peak_rss": 7,
             "token_ids": tokens, "versions": {"torch": "1"}, "summary": summary, "predicted": predicted,
@@ -233,22 +234,63 @@ def test_side_in_a_process_of_its_own(tiny: Path) -> None:
     assert alone["versions"] == harness.versions()
 
 
-def test_held_out_cases_are_16_that_differ_from_the_recorded_ones_and_cover_what_was_promised() -> None:
-    assert len(HELD_OUT) == 16
+def test_held_out_cases_differ_from_the_recorded_ones_and_cover_what_was_promised() -> None:
     held, known = ({(c.model, c.machine.device, c.case) for c in cases} for cases in (HELD_OUT, ERROR))
+    assert len(held) == len(HELD_OUT)
     assert not held & known
     assert {"bf16", "int8", "int4", None} == {(c.lossy or {}).get("cache") for c in HELD_OUT}
-    assert {c.machine.device for c in HELD_OUT} == {"cpu", "sim"}
-    assert {c.machine.device_mem for c in HELD_OUT if c.shape is None} == {"900M", "700M"}
+    assert {c.machine.device_mem for c in HELD_OUT if c.shape is None} == {"900M", "700M", None}
     assert {c.model for c in HELD_OUT} == {DEMO, OPT, GROUPED, WINDOWED, EXPERTS}
-    assert sum((c.lossy or {}).get("compute") == "int8" for c in HELD_OUT) == 3
-    for case in HELD_OUT:
-        assert case.shape is None or Policy(**case.shape.policy).gpu_batch_size == case.shape.gpu_batch_size
+    assert {c.dtype for c in HELD_OUT} == {None, "bfloat16"}
+    assert {c.score for c in HELD_OUT if c.shape} == {c.score for c in HELD_OUT if not c.shape} == {True, False}
+    shapes = [(c.machine.device, Policy(**c.shape.policy)) for c in HELD_OUT if c.shape]
+    for kind in (
+        lambda device, p: device == "sim" and p.weights[0] == 1,  # all on the device, and streamed
+        lambda device, p: device == "sim" and p.weights[1] == 1,
+        lambda device, p: p.weights[2] > 0.5,
+        lambda device, p: 0 < p.cache[2] < 1 and p.weights[0] == 1,
+        lambda device, p: p.cache[2] > 0 and p.weights[2] > 0,
+        lambda device, p: p.delegate,
+        lambda device, p: p.num_gpu_batches == 4,
+    ):
+        assert any(kind(*shape) for shape in shapes)
 
 
-def test_held_out_runs_are_measured_and_made_with_their_switches(tiny: Path) -> None:
+def test_held_out_runs_are_measured_and_made_with_their_switches(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     record = run_errors(bench(tiny, in_this_process, quick=True), HELD_OUT_QUICK, "held-out")
     assert (record["part"], record["failed"]) == ("held-out", 0)
-    assert record["prediction_error"]["runs"] == 2
-    assert [run["lossy"] for run in record["runs"]] == [{"cache": "int8"}, {"weights": "int4", "compute": "int8"}]
-    assert len(record["rates"]) == 2
+    assert record["prediction_error"]["runs"] == 3
+    few_bits = {"weights": "int4", "compute": "int8"}
+    assert [run["lossy"] for run in record["runs"]] == [{"cache": "int8"}, few_bits, None]
+    assert record["runs"][2]["generated_tokens"] == 18  # tokens that were scored
+    assert len(record["rates"]) == 3
+    assert "of at most 8%; worst" in capfd.readouterr().err
+
+
+def test_first_jobs_find_no_measured_rates_and_everything_else_of_the_cache(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
+    for name in ("hardware", "kernels"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    pretended, seen = Pretended({0: 4.0, 2: 4.0}), list[tuple[bool, bool]]()
+
+    def ask(asked: Asked, limits: Limits) -> Record:
+        seen.append(((harness.cache() / "hardware").exists(), (harness.cache() / "kernels" / "file").exists()))
+        return pretended(asked, limits)
+
+    record = run_errors(bench(tiny, ask), HELD_OUT_QUICK[:2], "first")
+    assert seen == [(False, True)] * 2
+    assert harness.cache() == tmp_path
+    assert all(asked.task == RUN and asked.hardware is None for asked, _ in pretended.asked)
+    assert (record["rates"], record["limits"]) == ([], {"worst": 0.4})
+
+
+def test_a_lane_is_right_if_it_worked_between_its_seconds_alone_and_slowed() -> None:
+    line = Pretended({0: 5.0})(Asked(Job("m", tuple(FOUR.requests(50)))), Limits())
+    lanes = plan.lanes_of(line)
+    assert lanes == {"device": {"predicted": 3.0, "slowed": 4.5, "measured": 4.0, "error": 0.0}}
+    assert plan.by_lane(lanes) == "device 3.0-4.5: 4.0"
+    line["summary"]["plan"]["lanes"]["device"]["measured"] = 9.0
+    assert plan.lanes_of(line)["device"]["error"] == -0.5

@@ -217,7 +217,8 @@ class Clock:
         else:
             pages = sum(pool.num_written(p.start, p.start + p.count) for p in whole)
         hardware = self.cost.hardware
-        yield hardware.link_seconds(lane, share * pages * page, page_transfer(hardware, lane, page, pages))
+        transfer = page_transfer(hardware, lane, page, pages, self.cost.neighbours(self.layout.policy))
+        yield hardware.link_seconds(lane, share * pages * page, transfer)
         single = (len(batch.pieces) - len(whole)) * self.cost.model.kv_token
         yield hardware.link_seconds(lane, single, single)
 

@@ -73,6 +73,7 @@ def test_crosstalk(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
         a, b = rng.uniform(1, 1.6), rng.uniform(1, 1.6)
         monkeypatch.setattr(kernels, "_slowdowns", lambda *_, a=a, b=b: (a, b))
         found = kernels.measure_crosstalk(machine)
+        assert {*found["device"]} == {"disk_read", "disk_write", "h2d"}
         on_read, on_device = found["disk_read"]["device"], found["device"]["disk_read"]
         c, d = rng.uniform(0.1, 2), rng.uniform(0.1, 2)
         assert max(d + on_read * c, c + on_device * d) == pytest.approx(ends(c, d, a, b))

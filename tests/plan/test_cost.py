@@ -323,3 +323,24 @@ def test_vocabulary_and_tied_embeddings() -> None:
     assert told["untied"].load_seconds - told["tied"].load_seconds == pytest.approx(2 * 50000 * 2048 / 3e9)
     logits = 32 * 8 * 200000 * 2 * 2048 / FLAT.products["float16"][0][1] + 32 * 8 * 12 * 200000 / FLAT.elementwise
     assert told["large"].busy["device"] - told["tied"].busy["device"] == pytest.approx(logits, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together"),
+    [
+        ({(16, 16): 64}, 8),
+        ({(16, 16): 8, (20, 12): 8}, 8),
+        ({(16, 16): 32, (20, 12): 32}, 1),
+        ({(900, 16): 8, (920, 12): 8}, 1),  # several pages each
+    ],
+)
+def test_pages_that_sequences_take_together_are_one_transfer_of_a_disk(
+    sizes: dict[tuple[int, int], int], together: int
+) -> None:
+    """Sequences of one size, or a job in one block, take pages side by side; others take the pages that are free."""
+    model, work, policy = opt(4, 256, 4, vocabulary=512), Workload(sizes), Policy(8, 2, cache=DISK)
+    page = Cost(model, FLAT, work).pages[0].away.page_tokens * model.kv_token
+    for lane in ("disk_read", "disk_write"):
+        one = predicted(model, work, policy, replace(FLAT, links={**FLAT.links, lane: ((1.0, 1.0),)}))
+        by_size = replace(FLAT, links={**FLAT.links, lane: ((1.0, 1.0), (1e9, 1e9))})  # a transfer takes a second
+        assert one.busy[lane] / predicted(model, work, policy, by_size).busy[lane] == pytest.approx(together * page)

@@ -352,7 +352,7 @@ def test_a_write_that_fails_names_file_and_byte(tmp_path: Path) -> None:
 def test_pages_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two writes are under way at once; all bytes arrive, and are counted once."""
     tier = DiskTier("disk", Ledger("disk"), tmp_path)
-    home = tier.allocate(8 * 4096, "KV cache", torch.float32)
+    home = tier.allocate(16 * 4096, "KV cache", torch.float32)
     values, meeting, real = some(8 * 1024), threading.Barrier(2), os.pwritev
 
     def meet(*args: Any) -> int:
@@ -360,23 +360,50 @@ def test_pages_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
         return real(*args)
 
     monkeypatch.setattr(os, "pwritev", meet)
-    tier.store_all([(values[i * 1024 : (i + 1) * 1024], home.part(i * 4096, 4096)) for i in range(8)])
+    apart = [home.part(i * 8192, 4096) for i in range(8)]
+    tier.store_all(list(zip(values.split(1024), apart, strict=True)))
     assert tier.bytes_written == values.nbytes
-    tier.load(home, target := torch.zeros_like(values))
+    target = torch.zeros_like(values)
+    tier.load_all(list(zip(apart, target.split(1024), strict=True)))
     assert torch.equal(target, values)
     tier.close()
 
 
 def test_all_writes_have_ended_before_one_that_failed_is_told_of(tmp_path: Path) -> None:
     tier = DiskTier("disk", Ledger("disk"), tmp_path)
-    home = tier.allocate(8 * 4096, "KV cache", torch.float32)
+    home = tier.allocate(16 * 4096, "KV cache", torch.float32)
     values = some(8 * 1024)
-    pairs = [(values[i * 1024 : (i + 1) * 1024], home.part(i * 4096, 4096)) for i in range(8)]
+    apart = [home.part(i * 8192, 4096) for i in range(8)]
+    pairs = list(zip(values.split(1024), apart, strict=True))
     with Failing([tmp_path], Fault(("write",), 3)) as calls, pytest.raises(OSError, match="writing"):
         tier.store_all(pairs)
     assert calls.made == 8
     tier.store_all(pairs)
-    tier.load(home, target := torch.zeros_like(values))
+    target = torch.zeros_like(values)
+    tier.load_all(list(zip(apart, target.split(1024), strict=True)))
+    assert torch.equal(target, values)
+    tier.close()
+
+
+def test_neighbouring_pages_are_written_together_even_if_a_write_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier("disk", Ledger("disk"), tmp_path)
+    home = tier.allocate(5 * 4096, "KV cache", torch.float32)
+    values, made, real = some(5 * 1024), list[tuple[int, int]](), os.pwritev
+
+    def half(file: int, parts: Any, offset: int) -> int:
+        made.append((offset - home.start, sum(map(len, parts))))
+        return real(file, [*parts[:1], parts[1][:4096]] if len(parts) > 1 else parts, offset)
+
+    monkeypatch.setattr(os, "pwritev", half)
+    order = [3, 0, 1, 2, 4]  # their place in memory differs from that in the file
+    pairs = [(values[i * 1024 : (i + 1) * 1024], home.part(order[i] * 4096, 4096)) for i in range(5)]
+    tier.store_all(pairs)
+    assert made == [(0, 5 * 4096), (2 * 4096, 3 * 4096), (4 * 4096, 4096)]
+    assert tier.bytes_written == values.nbytes
+    target = torch.zeros_like(values)
+    tier.load_all([(region, target[i * 1024 : (i + 1) * 1024]) for i, (_, region) in enumerate(pairs)])
     assert torch.equal(target, values)
     tier.close()
 

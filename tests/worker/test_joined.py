@@ -76,6 +76,8 @@ def test_no_others_where_hidden_states_or_kv_leave_the_device() -> None:
     assert model.layers(0) == [0]
     model.joined.begin([decoding(1, home="host")])
     assert model.layers(0) == [0]
+    model.joined.begin([decoding(1), decoding(2)._replace(cache_home="disk")])
+    assert model.layers(0) == [0]  # else the disk would wait for all of its layers
 
 
 def test_a_gpu_batch_waits_for_what_an_earlier_one_appends() -> None:

@@ -131,7 +131,7 @@ class _Moved:
 
     def __init__(self, pool: Pool, keys_only: bool, rows: bool) -> None:
         self.pool, self.keys_only, self.rows = pool, keys_only, rows
-        self.load, self.keys, self.store = Runs(), Runs(), Runs()  # as in `Tables`
+        self.load, self.keys, self.store = Pairs(), Pairs(), Pairs()  # as in `Tables`, page by page
         # (page in the pool, page in the buffer, offset in the page) of each token that is stored as rows
         self.tokens: list[tuple[int, int, int]] = []
         self._buffer_pages = count()
@@ -164,14 +164,14 @@ class _Moved:
             return [(ids[i], buffer_pages[i]) for i in pool.entries(numbers)]
 
         if keys_only:
-            self.keys += _runs(pairs(range(read.start, filling)))
+            self.keys += pairs(range(read.start, filling))
             read = range(max(read.start, filling), read.stop)
-        self.load += _runs([(sources[i], buffer_pages[i]) for i in pool.entries(read) if i not in loaded])
+        self.load += [(sources[i], buffer_pages[i]) for i in pool.entries(read) if i not in loaded]
         if piece.decodes and self.rows and shared is None:
             (pair,) = pairs(range(filling, filling + 1))
             self.tokens.append((*pair, piece.start % size))
         else:
-            self.store += _runs(pairs(pool.written(piece.start, end)))
+            self.store += pairs(pool.written(piece.start, end))
         return buffer_pages
 
 
@@ -223,7 +223,8 @@ def tables_of(
     return Tables(
         _padded(tables[:decode]).int().to(where),
         _int32(ends[:decode], where), _int32(pages, where), _int32(offsets, where), kept,
-        _prompts(prompts, tables[decode:], decode, where), moved.load, moved.keys, moved.store, closed,
+        _prompts(prompts, tables[decode:], decode, where), _runs(moved.load), _runs(moved.keys),
+        _runs(moved.store), closed,
         tuple(rows_of(shape, moved.tokens, device)), tuple(copies),
     )  # fmt: skip
 
