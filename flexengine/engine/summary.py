@@ -176,6 +176,7 @@ TOKEN_SECONDS, DISK_SECONDS = 30.0, 5.0  # rates of tokens and of disk reads are
 MIN_SHARE = 0.1  # of all tokens, after which the remaining time is shown in any case
 LONG_SWEEP_SECONDS = 2.0  # a longer sweep is shown with its finished share
 MIN_RATE_SECONDS = 1.0  # of a job, until rates are shown
+MIN_ENDINGS = 3  # reports with further ended rows, until rows per second are shown: a block may end all at once
 MIN_DISK_RATE = 1e6  # bytes per second; lower rates are not shown
 
 
@@ -225,6 +226,7 @@ class SweepReports:
         self.progress, self.rows, self.bytes_read, self.best = progress, rows, bytes_read, best
         self._began = self._swept = time.monotonic()
         self._finished = progress.rows + progress.failed
+        self._endings = self._ended = 0
         self._tokens, self._bytes = Rate(TOKEN_SECONDS), Rate(DISK_SECONDS)
         self._cells = self._expected = 0
         self._loading, self._read_before = loading, bytes_read()
@@ -276,7 +278,9 @@ class SweepReports:
             details.append(f"{digits(rate)} tok/s")
         if read is not None and read >= MIN_DISK_RATE:
             details.append(f"disk {disk_rate(read, self.best)}")
-        if (ended := p.rows + p.failed - self._finished) and now - self._began >= MIN_RATE_SECONDS:
+        ended = p.rows + p.failed - self._finished
+        self._endings, self._ended = self._endings + (ended > self._ended), ended
+        if self._endings >= MIN_ENDINGS and now - self._began >= MIN_RATE_SECONDS:
             details.append(f"{digits(ended / (now - self._began))} rows/s")
         if share is not None and now - self._swept >= LONG_SWEEP_SECONDS:
             details.append(f"sweep {p.sweeps + 1}: {percent(share)}")

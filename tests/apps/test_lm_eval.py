@@ -289,6 +289,15 @@ def test_options_that_cannot_be_read(words: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
+def test_help_says_what_options_of_the_harness_are_here(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["lm-eval", "run", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "directory, .gguf file or hub id (default: the demo model)" in out
+    assert "default: hf" not in out
+    assert "default: 1)" not in out
+
+
 def test_a_missing_task_and_a_missing_chat_template(
     model: str, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

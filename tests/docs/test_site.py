@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import flexengine
+from tests.helpers.browser import BROWSER, CUT, browser
 from tests.helpers.pages import ROOT
 
 CONFIG = ROOT / "docs" / "site" / "mkdocs.yml"
@@ -51,3 +52,24 @@ def test_site(tmp_path: Path) -> None:
     assert not [url for url in loaded if url.startswith(("http:", "https:", "//"))]
     styles = "".join(path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.css"))
     assert not re.findall(r'(?:url\(|@import\s+)["\']?(?:https?:)?//[^)]*', styles)
+    reference = re.sub(r"<[^>]+>", "", (tmp_path / "python.html").read_text(encoding="utf-8"))
+    assert not re.findall(r"(?<![\w.])_[A-Za-z]\w*|Annotated", reference)
+    if BROWSER is not None:
+        in_a_browser(tmp_path)
+
+
+def in_a_browser(site: Path) -> None:
+    """The pages as files: nothing is cut, the sample plan fits at 1300 px, and the search finds a word."""
+    with browser(site) as tab:
+        for name in ("index", "plan", "python", "command-line", "benchmarks"):
+            for width in (390, 800, 1400):
+                tab.open(site / f"{name}.html", width)
+                assert not tab.value(CUT), (name, width)
+        tab.open(site / "plan.html", 1300)
+        assert tab.value(
+            "[...document.querySelectorAll('pre > code')].every(each => each.scrollWidth <= each.clientWidth)"
+        )
+        tab.value("document.querySelector('.md-search__input').focus()")
+        tab.call("Input.insertText", text="delegated")
+        tab.call("Input.dispatchKeyEvent", type="keyUp", key="d")
+        assert "matching documents" in tab.until("document.querySelector('.md-search-result').innerText", "matching")

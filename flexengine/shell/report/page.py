@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.resources import files
+from itertools import accumulate, pairwise
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -22,7 +23,16 @@ from flexengine.plan.feedback import LaneSeconds
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, plain, size
 from flexengine.schedule.tasks import LOADING
 from flexengine.shell.explain.picture import draw_memory
-from flexengine.shell.report.record import KINDS, Bucket, LaneSpan, LengthCounts, Planned, ReportRecord, SweepLine
+from flexengine.shell.report.record import (
+    KINDS,
+    Bucket,
+    LaneSpan,
+    LengthCounts,
+    Planned,
+    ReportRecord,
+    SweepLine,
+    merged,
+)
 
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
@@ -33,6 +43,7 @@ _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)"}
 _VARIABLES |= {color: f"var(--series-{i})" for i, color in enumerate(SERIES, 1)}
 
 _REFERENCE = re.compile(r"#([\w-]+)")
+_DIGITS = re.compile(r"(?<=\d\.\d\d)\d+")  # of coordinates, in 1/72 inch
 _NOT_IN_HTML = re.compile(r'<metadata>.*?</metadata>|<\?xml.*?\?>|<!DOCTYPE.*?>|\sxmlns(?::\w+)?="[^"]*"', re.DOTALL)
 
 STYLE = {
@@ -45,7 +56,9 @@ STYLE = {
     **dict.fromkeys(("axes.axisbelow", "axes.grid"), True),
     **{"grid.linewidth": 0.4, "grid.alpha": 0.6, "hatch.linewidth": 0.6},
 }
-WIDTH, HALF = 9.0, 4.4  # inches of wide and of narrow pictures
+WIDTH, HALF = 9.0, 4.4  # inches of wide pictures, and of those that fit on a phone
+MOST_NARROW = 60  # boxes of a lane or a panel of a narrow picture
+FEW = 3  # whole numbers that an axis shows each
 ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}  # place of a legend above the axes
 Box = tuple[float, float, float, float]  # left, right, bottom, top
 Tips = dict[str, Sequence[str]]  # by gid of an artist, a tooltip for each of its shapes
@@ -53,6 +66,7 @@ Tips = dict[str, Sequence[str]]  # by gid of an artist, a tooltip for each of it
 
 def render(record: ReportRecord) -> str:
     """Return the page of a job."""
+    placement = record.plan.placement if record.plan else {}
     source = files("flexengine.shell.report").joinpath("page.html").read_text(encoding="utf-8")
     script = _SCRIPT.search(source)
     assert script is not None
@@ -67,6 +81,7 @@ def render(record: ReportRecord) -> str:
         script=base64.b64encode(digest).decode(),
         tiles=_tiles(record),
         lanes=_lane_seconds(record.plan) if record.plan else [],
+        columns=[i for i, parts in enumerate(zip(*placement.values(), strict=True)) if any(parts)],
     )
 
 
@@ -94,11 +109,14 @@ def _tiles(record: ReportRecord) -> list[tuple[str, str, str]]:
     counts, totals, plan = record.counts, record.totals, record.plan
     before = f"{counts.done_before:,} in earlier runs" if counts.done_before else f"{counts.failed:,} with an error"
     tiles = [(f"{counts.done + counts.failed:,} of {counts.rows:,}", "rows finished", before)]
-    computed = totals.computed_prompt_tokens
-    rates = (("generated", totals.tokens, totals.seconds), ("prompts computed", computed, totals.prefill_seconds))
-    for name, tokens, seconds in rates:
+    rates = [
+        ("generated tokens", totals.tokens, totals.seconds, "all sweeps"),
+        ("prompt tokens computed", totals.computed_prompt_tokens, totals.prefill_seconds, "prefill sweeps"),
+    ]
+    for name, tokens, seconds, sweeps in rates:
         if seconds:
-            tiles.append((f"{digits(tokens / seconds)} tok/s", name, f"{tokens:,} tokens in {clock(seconds)}"))
+            remark = f"{tokens:,} in the {clock(seconds)} of {sweeps}"
+            tiles.append((f"{digits(tokens / seconds)} tok/s", name, remark))
     tiles.append((clock(record.elapsed), "from start to this page", count(totals.sweeps, "sweep", "sweeps")))
     if plan is not None and plan.report.measured_seconds:
         origin = "measured rates" if plan.report.measured else "assumed rates"
@@ -116,6 +134,20 @@ def _lane_seconds(plan: Planned) -> list[tuple[str, LaneSeconds]]:
 
 
 # Pictures. Each function returns an `<svg>` element; see `_drawn`.
+
+
+def _drawn_twice(
+    name: str, title: str, description: str, height: float, draw: Callable[[Any, bool], Tips], panels: int = 1
+) -> str:
+    """Return a picture as two `<svg>` elements, of which the page's style shows the one that fits the window.
+
+    Args:
+        height: inches of the wide one; the narrow one is a little higher, for its legend.
+        draw: as for `_drawn`; its second argument is whether the picture is narrow.
+    """
+    wide = _drawn(name, title, description, (WIDTH, height), lambda axes: draw(axes, False), panels)
+    narrow = _drawn(f"{name}-narrow", title, description, (HALF, height + 0.4), lambda axes: draw(axes, True), panels)
+    return wide + narrow.replace("<svg ", '<svg class="narrow" ', 1)
 
 
 def _drawn(
@@ -140,7 +172,7 @@ def _drawn(
         figure = Figure(figsize=inches, layout="constrained")
         tips = draw(figure.subplots(panels, 1, sharex=panels > 1))
         figure.savefig(file, format="svg", metadata={"Date": None})
-    text = _NOT_IN_HTML.sub("", file.getvalue()).replace("xlink:href", "href")
+    text = _DIGITS.sub("", _NOT_IN_HTML.sub("", file.getvalue())).replace("xlink:href", "href")
     root, used = ET.fromstring(text), set(_REFERENCE.findall(text))
     for element in list(root.iter()):
         key = element.get("id", "")
@@ -181,12 +213,12 @@ def _memory(plan: Planned) -> str:
     for name, account, limit in plan.memories:
         parts.append(f"{name} {size(sum(account.values()))}" + (f" of {size(limit)}" if limit else ""))
 
-    def draw(axes: Any) -> Tips:
+    def draw(axes: Any, narrow: bool) -> Tips:
         axes.grid(axis="y", visible=False)
-        return {gid: [tip] for gid, tip in draw_memory(axes, plan.memories).items()}
+        return {gid: [tip] for gid, tip in draw_memory(axes, plan.memories, 2 if narrow else 4).items()}
 
-    inches = (WIDTH, 1.5 + 0.5 * len(parts))
-    return _drawn("memory", "Bytes of each memory against its capacity", "; ".join(parts), inches, draw)
+    height = 1.5 + 0.5 * len(parts)
+    return _drawn_twice("memory", "Bytes of each memory against its capacity", "; ".join(parts), height, draw)
 
 
 def _sweep(line: SweepLine, shared: bool) -> str:
@@ -196,10 +228,11 @@ def _sweep(line: SweepLine, shared: bool) -> str:
     words = ", ".join(f"{name} busy {percent(share[lane])}" for name, lane in zip(named, lanes, strict=True))
     unit, scale = ("ms", 1e3) if line.seconds < 2 else ("seconds", 1.0)
 
-    def draw(axes: Any) -> Tips:
+    def draw(axes: Any, narrow: bool) -> Tips:
         tips: Tips = {}
+        drawn = merged(line.spans, MOST_NARROW * len(lanes)) if narrow else line.spans
         for color, kind in zip(SERIES, KINDS, strict=False):
-            spans = [span for span in line.spans if span.kind == kind]
+            spans = [span for span in drawn if span.kind == kind]
             rows = [lanes.index(span.lane) for span in spans]
             ends = [(scale * span.began, scale * span.end) for span in spans]
             boxes = [(*both, row - 0.38, row + 0.38) for both, row in zip(ends, rows, strict=True)]
@@ -215,10 +248,10 @@ def _sweep(line: SweepLine, shared: bool) -> str:
         for row, lane in enumerate(lanes):
             axes.annotate(percent(share[lane]), (1, row), xycoords=at, xytext=(6, 0), va="center", **beside)
         axes.annotate("busy", (1, 1), xycoords="axes fraction", xytext=(6, 4), **beside)
-        axes.legend(**ABOVE, ncols=4)
+        axes.legend(**ABOVE, ncols=2 if narrow else 4)
         return tips
 
-    return _drawn("sweep", "Time line of one sweep by lane", words, (WIDTH, 1.2 + 0.4 * len(lanes)), draw)
+    return _drawn_twice("sweep", "Time line of one sweep by lane", words, 1.2 + 0.4 * len(lanes), draw)
 
 
 def _span_words(span: LaneSpan, shared: bool) -> str:
@@ -238,32 +271,33 @@ def _brief(seconds: float) -> str:
 
 def _token_rates(buckets: Sequence[Bucket]) -> str:
     """Return tokens per second over the seconds of all sweeps, of decode and of prefill sweeps."""
-    ends, total = [], 0.0
-    for bucket in buckets:
-        ends.append((total, total := total + bucket.prefill_seconds + bucket.decode_seconds))
-    decode = [(b.decode_tokens, b.decode_seconds) for b in buckets]
-    prefill = [(b.prompt_tokens, b.prefill_seconds) for b in buckets]
-    shown = [("decode", "generated", decode, SERIES[3]), ("prefill", "prompt", prefill, SERIES[0])]
+    shown: dict[str, tuple[str, str, Callable[[Bucket], tuple[int, float]]]] = {
+        "decode": ("generated", SERIES[3], lambda bucket: (bucket.decode_tokens, bucket.decode_seconds)),
+        "prefill": ("prompt", SERIES[0], lambda bucket: (bucket.prompt_tokens, bucket.prefill_seconds)),
+    }
 
-    def draw(panels: Any) -> Tips:
+    def draw(panels: Any, narrow: bool) -> Tips:
         tips: Tips = {}
-        for axes, (kind, what, sums, color) in zip(panels, shown, strict=True):
-            values = [(tokens / seconds if seconds else 0.0) for tokens, seconds in sums]
-            boxes = [(x0, x1, 0.0, y) for (x0, x1), y in zip(ends, values, strict=True)]
+        step = -(-len(buckets) // MOST_NARROW) if narrow else 1
+        drawn = [sum(buckets[first : first + step], Bucket()) for first in range(0, len(buckets), step)]
+        ends = [0.0, *accumulate(bucket.prefill_seconds + bucket.decode_seconds for bucket in drawn)]
+        for axes, (kind, (what, color, sums)) in zip(panels, shown.items(), strict=True):
+            values = [(tokens / seconds if seconds else 0.0) for tokens, seconds in map(sums, drawn)]
+            boxes = [(x0, x1, 0.0, y) for (x0, x1), y in zip(pairwise(ends), values, strict=True)]
             _boxes(axes, boxes, kind, facecolors=color, edgecolors=color, linewidths=0.4)
             tips[kind] = [
                 f"{kind}, {clock(x0)} to {clock(x1)}: {digits(y)} tok/s in {bucket.sweeps} sweeps"
-                for (x0, x1, _, y), bucket in zip(boxes, buckets, strict=True)
+                for (x0, x1, _, y), bucket in zip(boxes, drawn, strict=True)
             ]
             axes.set_ylim(0, 1.08 * max(values, default=0.0) or 1)
             axes.set_title(f"{kind}: {what} tokens per second of {kind} sweeps", loc="left")
-        axes.set_xlim(0, total or 1)
+        axes.set_xlim(0, ends[-1] or 1)
         axes.set_xlabel("seconds of sweeps")
         return tips
 
-    sums = [(kind, sum(n for n, _ in pairs), sum(x for _, x in pairs)) for kind, _, pairs, _ in shown]
-    means = ", ".join(f"{kind} {digits(tokens / seconds)} tok/s" for kind, tokens, seconds in sums if seconds)
-    return _drawn("rates", "Tokens per second over time", f"Mean: {means}", (WIDTH, 3.6), draw, 2)
+    totals = [(kind, *sums(sum(buckets, Bucket()))) for kind, (_, _, sums) in shown.items()]
+    means = ", ".join(f"{kind} {digits(tokens / seconds)} tok/s" for kind, tokens, seconds in totals if seconds)
+    return _drawn_twice("rates", "Tokens per second over time", f"Mean: {means}", 3.6, draw, 2)
 
 
 def _lanes(plan: Planned) -> str:
@@ -271,7 +305,7 @@ def _lanes(plan: Planned) -> str:
     words = "; ".join(f"{name} predicted {clock(x.predicted)}, measured {clock(x.measured)}" for name, x in rows)
     named = [name for name, _ in rows]
 
-    def draw(axes: Any) -> Tips:
+    def draw(axes: Any, _: bool) -> Tips:
         tips: Tips = {}
         looks = {"predicted": {"facecolor": "none", "edgecolor": INK, "hatch": "///"}, "measured": {"color": SERIES[3]}}
         for i, (what, look) in enumerate(looks.items()):
@@ -287,8 +321,8 @@ def _lanes(plan: Planned) -> str:
         axes.legend(**ABOVE, ncols=2)
         return tips
 
-    inches = (WIDTH, 1.2 + 0.5 * len(rows))
-    return _drawn("lanes", "Predicted and measured seconds of work by lane", words, inches, draw)
+    height = 1.2 + 0.5 * len(rows)
+    return _drawn_twice("lanes", "Predicted and measured seconds of work by lane", words, height, draw)
 
 
 def _lengths(name: str, title: str, what: str, counts: LengthCounts, color: str) -> str:
@@ -301,9 +335,12 @@ def _lengths(name: str, title: str, what: str, counts: LengthCounts, color: str)
         _boxes(axes, boxes, name, facecolors=color)
         low, high = bins[0][0], bins[-1][1]
         axes.set_xlim(low - 0.5 - 0.02 * (high - low), high + 0.5 + 0.02 * (high - low))
-        axes.set_ylim(0, 1.08 * max(n for _, _, n in bins))
-        for axis in (axes.xaxis, axes.yaxis):
+        most = max(n for _, _, n in bins)
+        axes.set_ylim(0, 1.08 * most)
+        for axis, first, last in ((axes.xaxis, low, high), (axes.yaxis, 0, most)):
             axis.get_major_locator().set_params(integer=True)
+            if last - first < FEW:  # the locator would choose fractions
+                axis.set_ticks(range(first, last + 1))
         axes.set_xlabel("tokens")
         axes.set_ylabel(f"{what}s")
         axes.grid(axis="x", visible=False)

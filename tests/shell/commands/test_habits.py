@@ -92,6 +92,9 @@ COMMANDS = [
     ("perplexity m", "quality m"),
     ("score texts.jsonl -m m", "run --score texts.jsonl -m m"),
     ("--model m p.jsonl", "run --model m p.jsonl"),
+    ("ruun p.jsonl -m m", "run p.jsonl -m m"),
+    ("lmeval --tasks t", "lm-eval --tasks t"),
+    ("serve :1", "serve-attention :1"),
 ]
 
 

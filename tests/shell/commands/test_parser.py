@@ -2,15 +2,17 @@
 
 import argparse
 import contextlib
+import os
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
 
 import pytest
 
-from flexengine import __version__
+from flexengine import __version__, shipped
 from flexengine.shell.commands import messages
 from flexengine.shell.commands.completion import SHELLS, script
 from flexengine.shell.commands.interrupts import Interrupts
@@ -246,11 +248,14 @@ class TestFront:
         assert all(name in text for name in COMMANDS)
         assert "--max-tokens" in text
         assert "--sparse-attention" in text
+        assert all(name in text for name in (*shipped.names("hardware"), *shipped.names("models")))
 
     @pytest.mark.parametrize(("words", "found"), [
         (["flexengine", "pl"], ["plan"]), (["flexengine", "run", "--max-t"], ["--max-tokens"]),
         (["flexengine", "run", "--weights", "int"], ["int8", "int4", "int3", "int2"]),
-        (["flexengine", "cache", "cl"], ["clear"]),
+        (["flexengine", "cache", "cl"], ["clear"]), (["flexengine", "plan", "opt-6"], ["opt-6.7b", "opt-66b"]),
+        (["flexengine", "plan", "--hardware", "t4"], ["t4-16gb_208gb_ssd"]),
+        (["flexengine", "run", "--policy", "opt-30b-"], ["opt-30b-4bit"]), (["flexengine", "run", "-m", "opt-6"], []),
     ])  # fmt: skip
     def test_completion_in_bash(self, words: list[str], found: list[str], tmp_path: Path) -> None:
         """The script, read by bash, completes the last word."""
@@ -263,6 +268,20 @@ class TestFront:
         """
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
         assert done.stdout.split() == found
+
+    @pytest.mark.skipif(which("fish") is None, reason="no fish here: apt-get install fish")
+    def test_completion_in_fish(self, tmp_path: Path) -> None:
+        (tmp_path / "s").write_text(script("fish"))
+        (tmp_path / "prompts.jsonl").touch()
+        expected = {
+            "pl": ["plan"], "run --max-t": ["--max-tokens"], "plan opt-6": ["opt-6.7b", "opt-66b"],
+            "plan --hardware t4": ["t4-16gb_208gb_ssd"], "plan --cluster llm-pq-11": ["llm-pq-11"],
+            "run --policy opt-30b-": ["opt-30b-4bit"], "run pro": ["prompts.jsonl"], "completion f": ["fish"],
+        }  # fmt: skip
+        lines = "\n".join(f"complete -C 'flexengine {words}' | cut -f1 | tr '\\n' ' '; echo" for words in expected)
+        done = subprocess.run(["fish", "-N", "-c", f"source s\n{lines}"], cwd=tmp_path, capture_output=True, text=True,
+                              check=True, env=os.environ | {"HOME": str(tmp_path)})  # fmt: skip
+        assert [line.split() for line in done.stdout.splitlines()] == list(expected.values())
 
     @pytest.mark.parametrize(("module", "words", "usage"), [
         ("flexengine", ["plan"], "flexengine plan [MODEL]"), ("flexengine.run", [], "flexengine run INPUT"),

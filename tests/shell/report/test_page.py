@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flexengine.shell.report.page import render
+from flexengine.shell.report.page import SERIES, _lengths, render
 from flexengine.shell.report.record import ErrorCounts, LengthCounts, ReportRecord
-from tests.helpers.reports import PLAN, record
+from tests.helpers.reports import GB, PLAN, record
 
 pytest.importorskip("matplotlib")
 
@@ -53,7 +53,7 @@ def test_all_sections_and_numbers() -> None:
     page = Page(render(record()))
     text = " ".join(page.texts)
     assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
-    assert len(page.all("svg")) == 6
+    assert len(page.all("svg")) == 10  # four of them twice, of which one is narrow
     for words in ("2.00 tok/s", "5 of 5", "1 with an error", "15.0 tok/s", "2.00 GB (20 %)", "5.00 GB (50 %)",
                   "the prediction for them is 14.0 s", "5 to 31 tokens, mean 18.8", "length 3, stop 1",
                   "line 5: max_tokens is 0", "python -m flexengine.run in.jsonl --report r.html", "a processor",
@@ -133,6 +133,21 @@ def test_pictures_have_titles_and_colors_of_the_page() -> None:
                   "decode, 5.00 s to 15.0 s: 2.60 tok/s in 5 sweeps", "disk read: predicted 10.0 s",
                   "30 tokens: 1 row", "15 tokens: 2 samples"):  # fmt: skip
         assert f"<title>{words}</title>" in page, words
+
+
+def test_numbers_of_rows_and_tokens_have_whole_ticks() -> None:
+    for counts in ([8], [8, 8, 9], [*range(40)]):
+        picture = _lengths("x", "", "row", LengthCounts(counts), SERIES[0])
+        ticks = [text for text in re.findall(r"<text[^>]*>([^<]*)</text>", picture) if text[0].isdigit()]
+        assert len(ticks) >= 3
+        assert all(text.isdecimal() for text in ticks)
+
+
+def test_a_place_that_holds_nothing_has_no_column() -> None:
+    plan = dataclasses.replace(PLAN, placement={"weights": (2 * GB, 0, 0), "KV cache": (0, 0, GB)})
+    text = " ".join(" ".join(Page(render(record(plan=plan))).texts).split())
+    assert "data bytes device disk weights 2.00 GB 2.00 GB (100 %) KV cache 1.00 GB 1.00 GB (100 %)" in text
+    assert "prompt tokens computed 15.0 tok/s 75 in the 5.00 s of prefill sweeps" in text
 
 
 @pytest.mark.parametrize("state", ["running", "interrupted", "failed"])
