@@ -141,8 +141,8 @@ def test_only_moves_of_rows_are_recognised():
 
 def test_a_tensor_that_is_converted_whole_must_fit(tmp_path):
     path = tiny_gguf(tmp_path / "m.gguf")
-    with pytest.raises(OutOfMemory, match=r"norm.weight of .*m.gguf, which is converted whole, needs 1,280 bytes, but 0"
-                       r" of 1,000 bytes are taken .*; give the engine more"):  # fmt: skip
+    with pytest.raises(OutOfMemory, match=r"norm.weight of .*m.gguf, which is converted whole, needs 1.28 kB, but 0 B"
+                       r" of 1.00 kB are taken .*; give the engine more"):  # fmt: skip
         resolve(str(path), memory=1000)
     assert not list(cache_root().glob("prepared/*.tmp-*"))
 
