@@ -10,6 +10,7 @@ refused.
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -23,6 +24,7 @@ import torch
 from flexengine.activity import activity, message
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel, is_fault
 from flexengine.model.config import check_backed, check_limits, size_of
+from flexengine.model.gguf_config import carry_values
 from flexengine.model.gguf_header import GgufTensor, Header, read_header, write_outline
 from flexengine.model.gguf_pre import byte_level, end_tokens
 from flexengine.model.shards import PIECE_BYTES, StoredTensor, check_memory, pieces_of, write_shards
@@ -32,11 +34,11 @@ _WHOLE_COPIES = 5  # of a tensor in float32 that are in memory if it is converte
 _ROWS = 1 << 40  # more than any tensor has
 _KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NO_TOKENIZER = ("", "none", "no_vocab")  # as llama.cpp takes them
+_TOKEN_BYTES = 3000  # of memory that transformers' GGUF reader takes for a token
 _ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 _ROPE_FREQS, _MAX_FREQS = "rope_freqs.weight", 1 << 16
 Group = list[GgufTensor]  # tensors that are made into one parameter
 Array = np.ndarray[Any, Any]
-_SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
 
 def conversion(
@@ -52,8 +54,8 @@ def convert(path: Path, directory: Path, memory: int | None = None) -> None:
 
     Quantised tensors become float32; F16, BF16 and F32 keep their dtypes. config.dtype is float32 if any tensor was
     quantised. Raise BadCheckpoint if the file is damaged, UnsupportedModel if it needs a feature that is not supported,
-    and OutOfMemory if the disk is full, or a tensor that must be converted whole needs more bytes than `memory`, if
-    given."""
+    and OutOfMemory if the disk is full, or the tokenizer or a tensor that must be converted whole needs more bytes
+    than `memory`, if given."""
     header = read_header(path, _ARRAYS)
     try:
         _write(header, directory, memory)
@@ -68,6 +70,10 @@ def _write(header: Header, directory: Path, memory: int | None) -> None:
     from transformers import AutoModelForCausalLM
 
     path, config = header.path, _config(header, directory)
+    if header.text("tokenizer.ggml.model") not in (*_NO_TOKENIZER, "gpt2"):
+        needed = _TOKEN_BYTES * len(header.values.get("tokenizer.ggml.tokens") or ())
+        remedy = " or use the safetensors checkpoint"
+        check_memory(f"the tokenizer of {path}, which transformers reads,", needed, memory, remedy)
     try:
         with torch.device("meta"):  # names, shapes, tied weights and the generation config
             model: Any = AutoModelForCausalLM.from_config(config)
@@ -98,7 +104,7 @@ def _write(header: Header, directory: Path, memory: int | None) -> None:
 
 
 def _config(header: Header, directory: Path) -> Any:
-    """Return the transformers config of the file, with the dtype of its weights, its RoPE scaling, and the sizes that
+    """Return the transformers config of the file, with the dtype of its weights, its RoPE scaling, and the values that
     transformers reads for some families only. directory: for a file that is removed again."""
     from transformers import AutoConfig
 
@@ -117,15 +123,7 @@ def _config(header: Header, directory: Path) -> Any:
     kinds = {tensor.kind.name for tensor in header.tensors}
     plain = kinds <= set(_KEPT) and next((kind for kind in ("BF16", "F16") if kind in kinds), None)
     config.dtype = _KEPT[plain] if plain else torch.float32
-    for key, name in _SIZES.items():
-        value = header.values.get(f"{header.architecture}.{key}")
-        if isinstance(value, int) and hasattr(config, name):
-            setattr(config, name, value)
-    window = header.values.get(f"{header.architecture}.attention.sliding_window") or 0
-    if 0 < window < config.max_position_embeddings and getattr(config, "sliding_window", None) != window:
-        if not hasattr(config, "sliding_window") or hasattr(config, "layer_types"):
-            raise UnsupportedModel(f"{path} has a window of {window}, which transformers' GGUF reader drops")
-        config.sliding_window = window
+    carry_values(header, config)
     _carry_rope(header, config)
     return config
 
@@ -177,12 +175,15 @@ def _tensors(header: Header, config: Any, model: Any, memory: int | None) -> Ite
     groups = dict[str, Group]()
     for tensor, target in targets.items():
         groups.setdefault(target, []).append(tensor)
-    rows = {target: _rows_of(group, processed) for target, group in groups.items()}
-    for target in (target for target, numbers in rows.items() if numbers is None):
+    wanted = Counter(names.values())
+    if parts := [target for target, group in groups.items() if len(group) < wanted[target]]:
+        needs = [name for name, target in names.items() if target == parts[0]]
+        raise BadCheckpoint(f"{header.path} lacks a part of {parts[0]}, which is made of {' and '.join(needs)}")
+    for target in (target for target, group in groups.items() if _rows_of(group, processed) is None):
         needed = sum(_WHOLE_COPIES * 4 * math.prod(tensor.shape) for tensor in groups[target])
         check_memory(f"{target} of {header.path}, which is converted whole,", needed, memory)
-    for target, group in groups.items():
-        if (found := rows[target]) is None:
+    for group in groups.values():
+        if (found := _rows_of(group, processed)) is None:  # again, as row numbers of all tensors take much memory
             yield from _whole_tensors(header.path, group, processed)
             continue
         kinds, columns = {tensor.kind.name for tensor in group}, group[0].shape[-1]
@@ -214,13 +215,23 @@ def _rows_of(group: Group, processed: Callable[..., dict[str, Any]]) -> dict[str
 
 
 def _whole_tensors(path: Path, group: Group, processed: Callable[..., dict[str, Any]]) -> Iterator[StoredTensor]:
-    """Yield the parameters that some tensors are made into, which are in memory."""
+    """Yield the parameters that some tensors are made into. They are made to know their dtypes, dropped, and made again
+    when their pieces are read, so that those of a shard are not in memory at once."""
     kept = _KEPT.get(group[0].kind.name, torch.float32)
-    for name, weights in processed(group, lambda _, tensor: _read(path, tensor)).items():
-        values = torch.from_numpy(np.ascontiguousarray(weights))
-        half = values.to(kept)
-        values = half if torch.equal(half.to(torch.float32), values) else values
-        yield StoredTensor(path, name, values.dtype, tuple(values.shape), pieces_of(values))
+
+    def made() -> dict[str, torch.Tensor]:
+        found = dict[str, torch.Tensor]()
+        for name, weights in processed(group, lambda _, tensor: _read(path, tensor)).items():
+            values = torch.from_numpy(np.ascontiguousarray(weights))
+            half = values.to(kept)
+            found[name] = half if torch.equal(half.to(torch.float32), values) else values
+        return found
+
+    def pieces(name: str) -> Iterator[torch.Tensor]:
+        yield from pieces_of(made()[name])
+
+    for name, dtype, shape in [(name, values.dtype, tuple(values.shape)) for name, values in made().items()]:
+        yield StoredTensor(path, name, dtype, shape, pieces(name))
 
 
 def _row_pieces(path: Path, group: Group, numbers: Array, dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -29,7 +29,7 @@ from flexengine.config import cache_root, mark_used, sync_path
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums, write_sums
 
-FORMAT = 2  # part of every key; raise it when the conversion changes
+FORMAT = 3  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
 NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
 _HASHERS = 8  # threads at most

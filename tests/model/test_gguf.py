@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -145,6 +146,57 @@ def test_a_tensor_that_is_converted_whole_must_fit(tmp_path):
                        r" of 1.00 kB are taken .*; give the engine more"):  # fmt: skip
         resolve(str(path), memory=1000)
     assert not list(cache_root().glob("prepared/*.tmp-*"))
+
+
+def test_a_vocabulary_that_transformers_reads_must_fit(tmp_path):
+    def extra(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([f"token {i}" for i in range(96)])
+
+    (tmp_path / "d").mkdir()
+    with pytest.raises(
+        OutOfMemory, match=r"the tokenizer of .*m.gguf, .* needs 288 kB, but .* of 200 kB .*safetensors"
+    ):
+        gguf.convert(tiny_gguf(tmp_path / "m.gguf", extra=extra), tmp_path / "d", memory=200_000)
+    assert not list((tmp_path / "d").iterdir())
+
+
+def test_a_tensor_that_is_converted_whole_is_not_in_memory_before_its_pieces_are_read(tmp_path):
+    path, kept = tiny_gguf(tmp_path / "m.gguf"), list[weakref.ref]()
+    norm = next(tensor for tensor in gguf.read_header(path).tensors if tensor.name == "output_norm.weight")
+
+    def processed(group, weights):
+        kept.append(weakref.ref(values := weights(0, norm) + 1))
+        return {"a": values}
+
+    (tensor,) = gguf._whole_tensors(path, [norm], processed)
+    assert (tensor.dtype, tensor.shape) == (torch.float32, (64,))
+    assert all(ref() is None for ref in kept)
+    assert torch.equal(torch.cat([*tensor.pieces]), torch.from_numpy(gguf._read(path, norm) + 1))
+
+
+def test_row_numbers_of_all_tensors_are_not_held_at_once(tmp_path, monkeypatch):
+    rows_of, made, held = gguf._rows_of, list[weakref.ref](), list[int]()
+
+    def watched(group, processed):
+        held.append(sum(ref() is not None for ref in made))
+        found = rows_of(group, processed)
+        made.extend(weakref.ref(numbers) for numbers in (found or {}).values())
+        return found
+
+    monkeypatch.setattr(gguf, "_rows_of", watched)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
+    (tmp_path / "d").mkdir()
+    gguf.convert(tiny_gguf(tmp_path / "m.gguf"), tmp_path / "d")
+    assert max(held) <= 2
+    assert len(held) > 20
+
+
+def test_experts_of_which_a_half_is_missing_are_refused(tmp_path):
+    tensors = gguf_tensors("qwen3moe", tiny_model("qwen3moe"))
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", [x for x in tensors if x[0] != "blk.1.ffn_up_exps.weight"])
+    with pytest.raises(BadCheckpoint, match=r"m.gguf lacks a part of .*1.*gate_up_proj, .* made of .*gate.* and .*up_"):
+        prepared_gguf(path)
 
 
 def test_an_outline_has_no_vocabulary_and_no_weights(tmp_path, monkeypatch):

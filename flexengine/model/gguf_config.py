@@ -1,0 +1,118 @@
+"""Metadata of GGUF files that change what a model computes. transformers' GGUF reader drops many of them; here each
+agrees with the config, is copied to it, or the file is refused."""
+
+import math
+from typing import Any
+
+from flexengine.errors import UnsupportedModel
+from flexengine.model.gguf_header import Header
+
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of those of 27B, which llama.cpp scales in another way
+# Keys that change no numbers, that transformers maps for every family or shapes of tensors show, or that are handled
+# by name.
+_HANDLED = {
+    *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "tensor_data_layout"),
+    *("attention.head_count", "attention.head_count_kv", "attention.sliding_window"),
+    *("rope.scaling.type", "rope.scaling.finetuned", "rope.freq_base", "rope.freq_base_swa"),
+    *("rope.dimension_count", "rope.dimension_count_swa"),
+    *("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "shortconv.l_cache"),
+}
+
+
+def carry_values(header: Header, config: Any) -> None:
+    """Copy the metadata of a file's architecture to the config. Raise UnsupportedModel if a value that changes numbers
+    has no field there, and is not what the model uses without one, or if its key is unknown."""
+    prefix = f"{header.architecture}."
+    values = {key.removeprefix(prefix): value for key, value in header.values.items() if key.startswith(prefix)}
+    own = config.hidden_size // (getattr(config, "num_attention_heads", 0) or 1)
+    width = values.get("attention.key_length", getattr(config, "head_dim", None) or own)
+    if hasattr(config, "query_pre_attn_scalar"):
+        large = _LARGE_GEMMAS.get(header.architecture) == config.num_hidden_layers
+        config.query_pre_attn_scalar = own if large else width
+    fields, lost = _fields(config, own, width), list[str]()
+    for key in values.keys() - _HANDLED:
+        value, (names, plain) = values[key], fields.get(key, ((), ()))
+        present = [name for name in names if hasattr(config, name) and value is not None]  # None: an array
+        for name in (name for name in present if not _same(getattr(config, name), value)):
+            setattr(config, name, value)
+        if not present and not any(_same(value, other) for other in plain if value is not None):
+            lost.append(key)
+    lost += _carry_rope_sizes(values, config, width)
+    if lost:
+        named = ", ".join(
+            f"{key} = {'an array' if values[key] is None else values[key]!s:.40}" for key in sorted(lost)[:3]
+        )
+        fault = f"{header.path} has {named}, which has no place in the config of a {config.model_type}"
+        raise UnsupportedModel(f"{fault}; use the safetensors checkpoint")
+    _carry_window(header, values.get("attention.sliding_window") or 0, config)
+
+
+def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...], tuple[Any, ...]]]:
+    """Return, for each key, the fields of configs that it sets, and the values that the model uses if the config has
+    none of these. own, width: columns of a head without and with regard to the file's value."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("rope_type", "default") != "default"
+    scaling = {"factor": "factor", "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast"}
+    scaling |= {"yarn_beta_slow": "beta_slow", "original_context_length": "original_max_position_embeddings"}
+    unscaled = (0, 1, getattr(config, "max_position_embeddings", None))
+    return {
+        "attention.key_length": (("head_dim",), (own,)),
+        "attention.value_length": ((), (width,)),
+        "attention.layer_norm_rms_epsilon": (_EPSILONS, ()),
+        "attention.layer_norm_epsilon": (_EPSILONS, ()),
+        "attention.scale": ((), (getattr(config, "query_pre_attn_scalar", width) ** -0.5,)),
+        "attn_logit_softcapping": (("attn_logit_softcapping",), (0,)),
+        "final_logit_softcapping": (("final_logit_softcapping",), (0,)),
+        "expert_count": (("num_experts", "num_local_experts"), (0,)),
+        "expert_used_count": (("num_experts_per_tok",), (0,)),
+        "expert_feed_forward_length": (("moe_intermediate_size",), (0, getattr(config, "intermediate_size", 0))),
+        "expert_shared_feed_forward_length": (("shared_expert_intermediate_size",), (0,)),
+        "expert_weights_norm": (("norm_topk_prob",), (False,)),
+        "expert_weights_scale": (("routed_scaling_factor",), (0, 1)),
+        "expert_gating_func": ((), (0, 2 if getattr(config, "scoring_func", "") == "sigmoid" else 1)),
+        "use_parallel_residual": (("use_parallel_residual", "parallel_attn"), (False,)),
+        "attention.causal": ((), (True,)),
+        **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), ((), (0, 1))),
+        **dict.fromkeys(("expert_group_count", "expert_group_used_count"), ((), (0, 1))),
+        **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "ssm.dt_b_c_rms"), ((), (0,))),
+        **dict.fromkeys(("attention.shared_kv_layers", "nextn_predict_layers", "expert_shared_count"), ((), (0,))),
+        **{f"rope.scaling.{key}": ((), (rope.get(of),) if scaled else unscaled) for key, of in scaling.items()},
+    }
+
+
+def _carry_rope_sizes(values: dict[str, Any], config: Any, width: Any) -> list[str]:
+    """Copy the bases of RoPE and the columns that it turns to the config. Return the keys that have no place there."""
+    rope, lost = dict(getattr(config, "rope_parameters", None) or {}), list[str]()
+    for kind, end in (("full_attention", ""), ("sliding_attention", "_swa")):
+        part = dict(rope[kind]) if kind in rope else rope
+        base, turned = (values.get(f"rope.{key}{end}") for key in ("freq_base", "dimension_count"))
+        own = part if kind in rope or not end else {}  # {}: layers with a window turn as all others do
+        if base is not None and not _same(part.get("rope_theta"), base):
+            lost += [] if "rope_theta" in own else [f"rope.freq_base{end}"]
+            part["rope_theta"] = base
+        if turned is not None and int(width * part.get("partial_rotary_factor", 1)) != turned:
+            lost += [] if "partial_rotary_factor" in own else [f"rope.dimension_count{end}"]
+            part["partial_rotary_factor"] = turned / width
+        if kind in rope:
+            rope[kind] = part
+    if rope and not lost:
+        config.rope_parameters = rope
+    return lost
+
+
+def _carry_window(header: Header, window: int, config: Any) -> None:
+    """Copy the sliding window to the config. Raise UnsupportedModel if it has no place there."""
+    old, layered = getattr(config, "sliding_window", None), hasattr(config, "layer_types")
+    if 0 < window < config.max_position_embeddings and old != window:
+        if not hasattr(config, "sliding_window") or layered:
+            raise UnsupportedModel(f"{header.path} has a window of {window}, which transformers' GGUF reader drops")
+        config.sliding_window = window
+    elif not window and old and not layered:  # the default of the family
+        config.sliding_window = None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, as numbers to the precision of a float32."""
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=1e-6) if numbers else one == other
