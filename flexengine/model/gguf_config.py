@@ -1,9 +1,11 @@
 """Metadata of GGUF files that change what a model computes. transformers' GGUF reader drops many of them; here each
 agrees with the config, is copied to it, or the file is refused."""
 
+import logging
 import math
 from typing import Any
 
+from flexengine.activity import message
 from flexengine.errors import UnsupportedModel
 from flexengine.model.gguf_header import Header
 
@@ -21,8 +23,8 @@ _HANDLED = {
 
 
 def carry_values(header: Header, config: Any) -> None:
-    """Copy the metadata of a file's architecture to the config. Raise UnsupportedModel if a value that changes numbers
-    has no field there, and is not what the model uses without one, or if its key is unknown."""
+    """Copy the metadata of a file's architecture to the config, and name unknown ones in a message. Raise
+    UnsupportedModel if a value that changes numbers has no field there, and is not what the model uses without one."""
     prefix = f"{header.architecture}."
     values = {key.removeprefix(prefix): value for key, value in header.values.items() if key.startswith(prefix)}
     own = config.hidden_size // (getattr(config, "num_attention_heads", 0) or 1)
@@ -31,8 +33,10 @@ def carry_values(header: Header, config: Any) -> None:
         large = _LARGE_GEMMAS.get(header.architecture) == config.num_hidden_layers
         config.query_pre_attn_scalar = own if large else width
     fields, lost = _fields(config, own, width), list[str]()
-    for key in values.keys() - _HANDLED:
-        value, (names, plain) = values[key], fields.get(key, ((), ()))
+    if unknown := sorted(values.keys() - _HANDLED - fields.keys()):
+        message(f"{header.path} has metadata that are not read: {', '.join(unknown)}", logging.WARNING)
+    for key in values.keys() & fields.keys():
+        value, (names, plain) = values[key], fields[key]
         present = [name for name in names if hasattr(config, name) and value is not None]  # None: an array
         for name in (name for name in present if not _same(getattr(config, name), value)):
             setattr(config, name, value)

@@ -88,7 +88,6 @@ def test_values_are_copied_to_the_fields_that_the_model_reads():
         {"expert_weights_norm": True},
         {"expert_gating_func": 2},
         {"attn_logit_softcapping": 50.0},
-        {"never_heard_of": 0},
         {"attention__scale": None},
     ],
     ids=lambda values: next(iter(values)),
@@ -98,6 +97,12 @@ def test_a_value_without_a_place_is_refused(values):
         UnsupportedModel, match=r"m\.gguf has \S+ = .*, which has no place in the config of a llama; use"
     ):
         carried(LlamaConfig(**SHAPE), **values)
+
+
+def test_unknown_keys_are_named(caplog):
+    caplog.set_level("WARNING")
+    assert carried(LlamaConfig(**SHAPE), never_heard_of=0).to_dict() == LlamaConfig(**SHAPE).to_dict()
+    assert "m.gguf has metadata that are not read: never_heard_of" in caplog.text
 
 
 def test_values_that_change_nothing_are_taken():
