@@ -232,14 +232,14 @@ def run_job(
     for name, kind in _ARGUMENTS.items():
         check_argument(name, given[name], kind)
     reading = {"form" if name == "input_format" else name: given[name] for name in list(_ARGUMENTS)[3:-2]}
-    input, capacity = STDIN if input == "-" else input, engine.core.machine.capacity
+    input = STDIN if input == "-" else input
     check_output(output, input)
     written = {"trace": engine.options.trace, "output": output, **files_beside(output, "output")}
     check_not_overwritten({"input": input}, written)
     with (
         reporting(engine.listener),
         command_words(),  # errors of rows are those of the command
-        InputRows(input, memory=capacity.device if capacity.shared else None, **reading) as rows,
+        InputRows(input, memory=engine.options.given_ram, **reading) as rows,
         open_job(rows, output, given["restart"], given["retry_errors"]) as store,
     ):
         summary: Summary = FileJob(EngineRunner(engine, params), store).run()

@@ -19,7 +19,7 @@ from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.records import Limit, check, check_argument, refuse
 from flexengine.tier.base import Tier
-from flexengine.tier.machine import KINDS, Links, Machine, make_machine
+from flexengine.tier.machine import KINDS, Links, Machine, make_machine, resolved
 from flexengine.words import python_words
 
 if TYPE_CHECKING:
@@ -120,6 +120,14 @@ class MachineOptions:
             return (cache_root() / "offload",)
         except InvalidInput:
             return (Path(os.devnull) / "offload",)
+
+    @property
+    def given_ram(self) -> int | None:
+        """Return the bytes of RAM that were given, which limit the reading of rows; None if none were given. Free
+        memory does not limit it, as a job that is resumed must give the same results."""
+        option = "device_mem" if resolved(self.device) == "cpu" else "host_mem"
+        size = getattr(self, option)
+        return None if size is None else parse_size(size, f"--{option.replace('_', '-')}")
 
     def machine(self) -> Machine:
         """Return the machine.

@@ -203,7 +203,7 @@ class PromptReader:
         Args:
             tokenizer: None if the checkpoint has none.
             shares: whether sequences share common prefixes.
-            memory: most bytes that tokenizing a text may take; None for no limit.
+            memory: bytes of RAM that were given, the most that tokenizing a text may take; None is a constant limit.
         """
         self.most = most_characters(memory)
         self.tokenizer, self.context = tokenizer, skeleton.context_length or _ENDLESS

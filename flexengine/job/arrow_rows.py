@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from flexengine.job.read_json import utf8_fault
 
+_NANOSECONDS = "time64[ns]"  # in the name of a type that is or has such times of day
+_DAY = 24 * 3600 * 10**9  # nanoseconds
+
 
 class TableRow(NamedTuple):
     """One row of a table."""
@@ -20,41 +23,41 @@ class TableRow(NamedTuple):
 
 def records_of(batch: Any) -> Iterator[dict[str, Any]]:
     """Return rows as Python values. A cell that cannot be converted is the exception instead."""
-    batch = _with_text_times(batch)
-    try:
-        return iter(batch.to_pylist())
-    except MemoryError:
-        raise
-    except Exception:  # text that is not UTF-8, a time beyond Python's range, an unknown time zone
-        columns = list(zip(batch.schema.names, batch.columns, strict=True))
-        return ({name: _cell(column[i]) for name, column in columns} for i in range(batch.num_rows))
+    if not any(_NANOSECONDS in str(kind) for kind in batch.schema.types):
+        try:
+            return iter(batch.to_pylist())
+        except MemoryError:
+            raise
+        except Exception:  # text that is not UTF-8, a time beyond Python's range, an unknown time zone
+            pass
+    columns = list(zip(batch.schema.names, batch.columns, strict=True))
+    return ({name: _cell(column[i]) for name, column in columns} for i in range(batch.num_rows))
 
 
-def _with_text_times(batch: Any) -> Any:
-    """Return the batch with times of day in nanoseconds, which Python's do not have, as text."""
-    for number, column in enumerate(batch.columns):
-        if "time64[ns]" in str(column.type):
-            with suppress(Exception):  # in a type that is not converted, such as a union
-                batch = batch.set_column(number, batch.schema.names[number], column.cast(_with_texts(column.type)))
-    return batch
-
-
-def _with_texts(kind: Any) -> Any:
-    """Return the type with text for times of day in nanoseconds."""
+def _value(scalar: Any) -> Any:
+    """Return a scalar as a Python value. Times of day in nanoseconds, which Python's do not have, become text."""
     import pyarrow as pa
 
-    if kind == pa.time64("ns"):
-        return pa.string()
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_with_texts(field.type)) for field in kind])
-    return pa.list_(_with_texts(kind.value_type)) if pa.types.is_list(kind) else kind
+    if scalar.type == pa.time64("ns"):
+        if scalar.is_valid and not 0 <= scalar.value < _DAY:
+            raise ValueError(f"{scalar.value} ns is no time of day")
+        return scalar.cast(pa.string()).as_py()
+    if _NANOSECONDS not in str(scalar.type) or not scalar.is_valid:
+        return scalar.as_py()
+    if isinstance(scalar, pa.StructScalar):
+        return {name: _value(each) for name, each in scalar.items()}
+    if isinstance(scalar, pa.MapScalar):
+        return [tuple(_value(pair).values()) for pair in scalar.values]
+    if hasattr(scalar, "values"):  # a list of any kind
+        return [_value(each) for each in scalar.values]
+    return _value(scalar.value)  # of a dictionary, a run, a union or an extension type
 
 
 def _cell(scalar: Any) -> Any:
     import pyarrow as pa
 
     try:
-        return scalar.as_py()
+        return _value(scalar)
     except MemoryError:
         raise
     except Exception as error:

@@ -208,7 +208,8 @@ class InputFile:
             name: a file, or a stream, which is copied to a temporary file as it can be read only once.
             form: one of FORMATS; None takes the format of the file's suffix, and jsonl for a stream without a suffix.
             delimiter: the character between cells of a .csv or .tsv file; None is that of its format.
-            memory: bytes of memory of the job. A part of them limits the process that reads a table.
+            memory: bytes of RAM that the user gave the job; a part of them limits the process that reads a table. None
+                is a constant limit.
 
         Raises:
             InvalidInput: the input is missing, unreadable, a directory, or holds no text in UTF-8; its format is

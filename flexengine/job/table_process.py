@@ -29,14 +29,16 @@ LIBRARIES = 100 * 2**20  # bytes that a process takes before it reads, if it end
 COPIES = 3  # of a part's bytes in each process: as Arrow's or pickled bytes, as text, and in one more form
 CPU_SECONDS = 60  # most time of the processor for one step
 ROWS = (256, 16, 1)  # read at a time
-MOST_REFUSED, MOST_ENDS = 10**7, 300  # error rows, and processes that ended early, of a file
+MOST_REFUSED = 10**7  # error rows of a file
+MOST_ENDS = 300  # processes that ended early one after another, without a finished row group or batch
 _TOO_LARGE = f"{read_json.too_long(read_json.MAX_LINE_BYTES)}, or has over {read_json.MAX_VALUES:,} values"
 _FILE = "/proc/self/fd/0"
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def most_bytes(memory: int | None) -> int:
-    """Return the memory of the process, beside that of its libraries. memory: bytes of the whole job; None for any."""
+    """Return the memory of the process, beside that of its libraries. memory: bytes of RAM that the user gave the job;
+    None if none were given: which rows can be read must not depend on the memory that is free."""
     return READ_BYTES if memory is None else max(LEAST_BYTES, min(READ_BYTES, memory // 4))
 
 
@@ -44,10 +46,10 @@ def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]
     """Yield the names of the columns of a Parquet or Arrow file, then its rows. Raise ValueError if it is damaged.
     `source.taken` becomes the memory of the other process, and of its messages in this one."""
     named, line, refused, most = False, 1, 0, most_bytes(source.memory)
-    unread = f"takes over {most:,} bytes of memory or {CPU_SECONDS} s to be read; write the file with smaller"
-    unit, total, done, size = 0, -1, 0, ROWS[0]  # total: -1 is not known
+    unread = "takes too much memory or time to be read (docs/jobs.md has the limits); write the file with smaller"
+    unit, total, done, size, ends = 0, -1, 0, ROWS[0], 0  # total: -1 is not known. ends: since the last finished unit
     own = part = 0  # most bytes of the other process, and of rows that it sent at once
-    for _ in range(MOST_ENDS):
+    while ends < MOST_ENDS:
         request = pickle.dumps((source.form, texts, unit, done, size, line)).hex()
         with open(source.file, "rb") as file:
             process = started(__name__, str(most), request, stdin=file, stderr=subprocess.DEVNULL, **_ENVIRONMENT)
@@ -65,14 +67,14 @@ def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]
                     named = True
                     yield value
                 elif kind == "unit" and value != (unit, total):
-                    done, size = (done, size) if value[0] == unit else (0, ROWS[0])
+                    done, size, ends = (done, size, ends) if value[0] == unit else (0, ROWS[0], 0)
                     unit, total = value
                 elif kind == "rows":
                     done, line = done + len(value), line + len(value)
                     yield from value
         except (EOFError, pickle.UnpicklingError):  # it has ended
             code = process.wait()
-            own = LIBRARIES + most
+            own, ends = LIBRARIES + most, ends + 1
         finally:
             source.taken = max(source.taken, own + COPIES * part)
             process.kill()
@@ -88,8 +90,8 @@ def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]
         for _ in range(total - done):
             yield TableRow(line, {}, f"its row group or batch {unread} ones")
             line += 1
-        unit, total, done, size = unit + 1, -1, 0, ROWS[0]
-    raise ValueError(f"{MOST_ENDS} attempts to read its rows ended early")
+        unit, total, done = unit + 1, -1, 0  # of the same size: the units of a file are alike
+    raise ValueError(f"{MOST_ENDS} row groups or batches one after another are too large: each {unread} ones")
 
 
 def replies(

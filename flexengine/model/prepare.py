@@ -6,7 +6,7 @@ $FLEXENGINE_CACHE or ~/.cache/flexengine
   prepared/<key>.part/      unfinished encoded weights; the next run continues with them, within ABANDONED seconds
   prepared/<key>.tmp-<pid>/ written by the process that holds the lock; garbage if no process holds it
   prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
-  prepared/<key>.sha256     digest of a model's file, with the size and times that the file had; the key is of its path
+  prepared/<key>.sha256     digest of a model's file, with the `_marks` that the file had; the key is of its path
 
 A key is a hash of contents, so environments and copies of a model share one directory, and a changed file has another.
 """
@@ -19,12 +19,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from pathlib import Path
+from threading import Event
 
-from flexengine.activity import activity, tick
+from flexengine.activity import activity, advance, tick
 from flexengine.config import cache_root, mark_used, sync_path
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums, write_sums
@@ -34,6 +35,7 @@ ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished we
 NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
 _HASHERS = 8  # threads at most
 _YOUNG = 3.0  # seconds after a change in which another change may leave the same times; digests are not stored then
+_END = 2**16  # bytes at each end of a file that are compared
 _POLL = 0.1  # seconds between two attempts to lock
 _held: dict[Path, int] = {}  # descriptor by directory that this process uses
 
@@ -79,8 +81,8 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
 
 
 def digests(files: Sequence[Path]) -> list[str]:
-    """Return the SHA-256 of each file. Files whose path, size and times of change are those of an earlier call, in any
-    process, are not read again. Linux sets one of the times, ctime, at every change of a file; no program can set it.
+    """Return the SHA-256 of each file. Files whose path and marks (`_marks`) are those of an earlier call, in any
+    process, are not read again. An error, such as KeyboardInterrupt, ends the hashing at the next block.
     """
     known = [_known(file) for file in files]
     unknown = [file for file, digest in zip(files, known, strict=True) if digest is None]
@@ -88,9 +90,15 @@ def digests(files: Sequence[Path]) -> list[str]:
         return [str(digest) for digest in known]
     total = sum(file.stat().st_size for file in unknown)
     text = f"hashing the model's files, once, to find what was made from the same content ({total / 1e9:.2f} GB)"
+    ended = Event()
     with activity("hashing", text, total, "B"), ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
-        hashed = iter([pool.submit(copy_context().run, _hashed, file) for file in unknown])
-        return [digest or next(hashed).result() for digest in known]
+        try:
+            hashed = iter([pool.submit(copy_context().run, _hashed, file, ended) for file in unknown])
+            return [digest or next(hashed).result() for digest in known]
+        except BaseException:
+            ended.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _known(file: Path) -> str | None:
@@ -104,10 +112,17 @@ def _known(file: Path) -> str | None:
     return digest if marks == _marks(file) and len(digest) == 64 else None
 
 
-def _hashed(file: Path) -> str:
-    """Return the SHA-256 of a file, and store it unless the file may have changed meanwhile."""
+def _hashed(file: Path, ended: Event) -> str:
+    """Return the SHA-256 of a file, and store it unless the file may have changed meanwhile. Raise CancelledError once
+    `ended` is set."""
+
+    def count(size: int) -> None:
+        if ended.is_set():
+            raise CancelledError
+        advance(size)
+
     began, marks = time.time(), _marks(file)
-    digest = digest_of(file)
+    digest = digest_of(file, count)
     about = file.stat()
     if marks == _marks(file) and began - max(about.st_mtime, about.st_ctime) > _YOUNG:
         with suppress(OSError):  # the cache cannot be written: the next call hashes again
@@ -121,8 +136,19 @@ def _digest_file(file: Path) -> Path:
 
 
 def _marks(file: Path) -> str:
-    about = file.stat()
-    return f"{about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
+    """Return size, times, device and inode of a file, and a hash of its first and last _END bytes.
+
+    Linux sets one of the times, ctime, at every write to a file; programs cannot set it. Marks can be those of other
+    content only where ctime does not change: if a program changes the middle of the file through a memory map that it
+    had written through before, or if a file system with fixed times (squashfs, some of FUSE) is made anew.
+    """
+    with file.open("rb") as stream:
+        about = os.fstat(stream.fileno())
+        ends = hashlib.sha256(stream.read(_END))
+        stream.seek(max(0, about.st_size - _END))
+        ends.update(stream.read(_END))
+    times = f"{about.st_mtime_ns} {about.st_ctime_ns}"
+    return f"{about.st_size} {times} {about.st_dev} {about.st_ino} {ends.hexdigest()}"
 
 
 def _make_private(directory: Path) -> None:

@@ -180,8 +180,7 @@ def make_machine(
     """
     if kind not in KINDS:
         raise InvalidInput(f"device is {kind!r}; it must be one of {', '.join(KINDS)}")
-    if kind == "auto":
-        kind = "cuda" if has_gpu() else "cpu"
+    kind = resolved(kind)
     if kind == "cuda" and not has_gpu():
         raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu, or leave --device out")
     if links is not None and kind != "sim":
@@ -225,6 +224,11 @@ def make_machine(
                         engines=max((worker.engines for worker in workers), default=1))  # fmt: skip
     routes = Routes.between(capacity.places, staged=capacity.staged)
     return made(kind, device, host, disks, tuple(workers), capacity, routes, directories, fault)
+
+
+def resolved(kind: str) -> str:
+    """Return the kind of device that `auto` stands for on this machine; other kinds unchanged."""
+    return ("cuda" if has_gpu() else "cpu") if kind == "auto" else kind
 
 
 def _disk_sizes(directories: Sequence[Path], first: int, sharing: int) -> list[int]:

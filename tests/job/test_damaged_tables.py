@@ -117,5 +117,5 @@ def test_a_process_that_ends_at_once_is_a_damaged_file(tmp_path, monkeypatch):
     path = written(tmp_path, b"PAR1", "t.parquet")
     pytest.importorskip("pyarrow")
     monkeypatch.setattr(table_process, "__name__", "flexengine.job.no_such_module")
-    with pytest.raises(InvalidInput, match=r"cannot be read as \.parquet: it takes over .* \(exit status 1\)"):
+    with pytest.raises(InvalidInput, match=r"cannot be read as \.parquet: it takes too much .* \(exit status 1\)"):
         InputRows(path)

@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import io
 import json
 import pickle
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 
 from flexengine.errors import InvalidInput
 from flexengine.job import arrow_sizes, read_json, table_process
+from flexengine.job.arrow_rows import TableRow, record_of, records_of
 from flexengine.job.inputs import InputFile, InputRows
 from flexengine.job.read_tables import arrow_table
 from flexengine.job.resume import PendingRows
@@ -169,14 +171,35 @@ def test_times_of_nanoseconds_and_of_unknown_zones(tmp_path):
         "prompt": ["a", "b"],
         "fine": fine,
         "list": pa.array([[1], []], pa.list_(pa.time64("ns"))),
+        "large": pa.array([[1], None], pa.large_list(pa.time64("ns"))),
+        "pair": pa.array([[1, None], [2, 3]], pa.list_(pa.time64("ns"), 2)),
+        "map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.time64("ns"))),
+        "struct": pa.array([{"a": [{"b": 1}]}, None], pa.struct([("a", pa.list_(pa.struct([("b", fine.type)])))])),
+        "name": pa.DictionaryArray.from_arrays(pa.array([0, None], pa.int32()), fine[:1]),
         "zoned": zoned,
     }
     for suffix in (".parquet", ".arrow"):
         first, second = InputRows(arrow_file(tmp_path / f"t{suffix}", pa.table(columns)))
         assert first.fields["fine"] == "00:00:00.000000001"
-        assert first.fields["list"] == ["00:00:00.000000001"]
+        assert first.fields["list"] == first.fields["large"] == ["00:00:00.000000001"]
+        assert first.fields["pair"] == ["00:00:00.000000001", None]
+        assert first.fields["map"] == [["k", "00:00:00.000000001"]]
+        assert first.fields["struct"] == {"a": [{"b": "00:00:00.000000001"}]}
+        assert first.fields["name"] == "00:00:00.000000001"
         assert first.fields["zoned"] == "2001-09-09T01:46:40+00:00"
         assert (second.fields["fine"], second.fields["zoned"], second.error) == (None, None, None)
+        assert (second.fields["large"], second.fields["map"], second.fields["struct"]) == (None, None, None)
+
+
+def test_a_time_of_nanoseconds_without_a_text_is_a_fault_of_its_cell():
+    pa = pytest.importorskip("pyarrow")
+    times = pa.array([1, 24 * 3600 * 10**9], pa.time64("ns"))
+    union = pa.UnionArray.from_dense(pa.array([0, 0], pa.int8()), pa.array([0, 1], pa.int32()), [times])
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), times[:1])
+    first, second = records_of(pa.record_batch({"union": union, "run": runs, "n": [1, 2]}))
+    assert first == {"union": "00:00:00.000000001", "run": "00:00:00.000000001", "n": 1}
+    assert str(second["union"]) == "86400000000000 ns is no time of day"
+    assert record_of(2, second, None).fault == "column union: 86400000000000 ns is no time of day"
 
 
 def test_a_column_name_that_is_not_utf8(tmp_path):
@@ -231,11 +254,11 @@ def test_rows_that_take_much_if_read_at_once_are_read_one_by_one(tmp_path):
     pq.write_table(table.set_column(1, "x", table["x"].cast(fixed.type)), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 5000
     rows = list(InputRows(path, memory=1))  # pyarrow reserves 1024 values, even to read one
-    assert [row.index for row in rows if "takes over 67,108,864 bytes" in row.error] == list(range(300))
+    assert [row.index for row in rows if "takes too much memory or time to be read" in row.error] == list(range(300))
 
 
 def test_memory_of_reading(tmp_path):
-    """A quarter of the job's memory is the limit; the plan reserves what was taken."""
+    """A quarter of the given memory is the limit; the plan reserves what was taken."""
     pa = pytest.importorskip("pyarrow")
     assert [table_process.most_bytes(m) >> 20 for m in (None, 1, 2**29, 2**30, 2**40)] == [512, 64, 128, 256, 512]
     with InputRows(written(tmp_path, b'{"prompt": "' + b"a" * 2**20 + b'"}\n')) as rows:
@@ -265,7 +288,7 @@ def test_a_group_or_batch_that_is_too_large_is_error_rows(tmp_path, monkeypatch)
         rows = list(InputRows(tmp_path / name, memory=1))
         assert [row.fields.get("prompt") for row in rows] == [None] * 3 + ["c"] * 3
         assert [row.line for row in rows] == [1, 2, 3, 4, 5, 6]
-        assert rows[0].error.startswith("line 1: its row group or batch takes over 67,108,864 bytes of memory")
+        assert rows[0].error.startswith("line 1: its row group or batch takes too much memory or time to be read")
 
 
 @pytest.mark.parametrize("deltas", [False, True])
@@ -330,3 +353,40 @@ def test_reading_continues_at_the_first_row_that_was_not_sent(tmp_path, monkeypa
     assert [row.index for row in rows] == list(range(900))
     assert [row.fields["prompt"] for row in rows] == list(map(str, range(900)))
     assert sizes == [(0, 0, 256), (0, 256, 16)]
+
+
+@pytest.mark.parametrize(("good", "fails"), [((5, 9), False), ((), True)], ids=["some", "none"])
+def test_groups_that_are_too_large_do_not_end_a_file(tmp_path, monkeypatch, good, fails):
+    """The next group begins with the number of rows of the last attempt. Only ends one after another count. A process
+    that sends a group is no end, so a file with any number of groups that are too large is read to its last one."""
+    units, steps = 14, []
+
+    class Process:
+        def __init__(self, module, most, request, **options):
+            _, _, unit, _, size, line = pickle.loads(bytes.fromhex(request))
+            steps.append((unit, size))
+            self.stdout = io.BytesIO()
+            replies = [("names", ["prompt"]), ("unit", (unit, 1))]
+            while unit in good:
+                replies += [("rows", [TableRow(line, {"prompt": str(unit)})]), ("unit", (unit := unit + 1, 1))]
+                line += 1
+            for reply in replies if unit < units else [*replies[:-1], ("end", None)]:
+                pickle.dump(reply, self.stdout)
+            self.stdout.seek(0)
+
+        wait = kill = lambda self: 1
+
+    monkeypatch.setattr(table_process, "started", Process)
+    monkeypatch.setattr(table_process, "MOST_ENDS", 8)
+    (tmp_path / "t.parquet").write_bytes(b"")
+    found = table_process.table_rows(InputFile(tmp_path / "t.parquet"), None)
+    if fails:
+        with pytest.raises(ValueError, match="8 row groups or batches one after another are too large"):
+            list(found)
+        assert steps == [(0, 256), (0, 16), *[(unit, 1) for unit in range(6)]]
+        return
+    _, *rows = found
+    assert [row.line for row in rows] == list(range(1, units + 1))
+    assert [row.line - 1 for row in rows if row.fault is None] == list(good)
+    assert steps[:8] == [(0, 256), (0, 16), (0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1)]
+    assert steps[8:10] == [(6, 16), (6, 1)]

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -62,7 +63,7 @@ def test_a_file_is_hashed_once_and_again_after_any_change(tmp_path, cache, monke
     file.write_bytes(b"a" * 100)
     other.write_bytes(b"b")
     read = []
-    monkeypatch.setattr(prepare, "digest_of", lambda path: (read.append(path.name), digest_of(path))[1])
+    monkeypatch.setattr(prepare, "digest_of", lambda path, count: (read.append(path.name), digest_of(path, count))[1])
     first = prepare.digests([file, other])
     assert first == [hashlib.sha256(path.read_bytes()).hexdigest() for path in (file, other)]
     assert prepare.digests([file]) == first[:1]
@@ -81,12 +82,54 @@ def test_a_file_is_hashed_once_and_again_after_any_change(tmp_path, cache, monke
     assert not [name for name, _ in contents(cache.parent).ignored if name.startswith("prepared")]
 
 
+def test_marks_are_of_the_file_and_its_ends(tmp_path):
+    """Stores through a memory map need not change the times of a file."""
+    file = tmp_path / "a"
+    file.write_bytes(b"a" * 300_000)
+    found = [prepare._marks(file)]
+    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
+        for place in (5, 6, 299_999):
+            mapped[place] = 0
+            size, *_, digest = prepare._marks(file).split()
+            found.append(digest)
+    assert len(set(found)) == 4
+    about = file.stat()
+    assert (int(size), *map(str, (about.st_dev, about.st_ino))) == (300_000, *prepare._marks(file).split()[3:5])
+
+
+def test_hashing_ends_at_the_next_block_if_it_is_stopped(tmp_path, monkeypatch):
+    """Ctrl-C while 40 files are hashed by 2 threads: queued ones are not begun, running ones end."""
+    files = [tmp_path / str(number) for number in range(40)]
+    began = []
+
+    def endless(file, count):
+        began.append(file)
+        while True:
+            time.sleep(0.01)
+            count(1)
+
+    def interrupted(self):
+        while len(began) < 2:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    for file in files:
+        file.write_bytes(b"x")
+    monkeypatch.setattr(prepare, "_HASHERS", 2)
+    monkeypatch.setattr(prepare.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(prepare, "digest_of", endless)
+    monkeypatch.setattr("concurrent.futures.Future.result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare.digests(files)
+    assert len(began) == 2
+
+
 def test_converted_files_are_hashed_once(tmp_path, monkeypatch):
     """Weights that are encoded from a converted model are named by the digests that were written with it."""
     file = tmp_path / "x.gguf"
     file.write_bytes(b"x")
     (weights,) = prepared(file, [file], two_files).glob("*.safetensors")
-    monkeypatch.setattr(prepare, "digest_of", lambda _: pytest.fail("was hashed again"))
+    monkeypatch.setattr(prepare, "digest_of", lambda *_: pytest.fail("was hashed again"))
     assert prepare.digests([weights]) == [hashlib.sha256(weights.read_bytes()).hexdigest()]
 
 

@@ -17,6 +17,7 @@ from flexengine.apps.fleet.space import ALL, Share
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.engine import Engine
 from flexengine.engine.file_job import CACHE, PREFILL_TOKENS, check_rows, engine_part, settings_of, take_over
+from flexengine.engine.options import EngineOptions
 from flexengine.engine.summary import JobCounts, JobRows
 from flexengine.errors import (
     ONE_SEQUENCE,
@@ -30,6 +31,7 @@ from flexengine.errors import (
     WorkerLost,
 )
 from flexengine.guests.stages.group import PipelineGroup
+from flexengine.job.bounds import most_characters
 from flexengine.job.columns import generated
 from flexengine.job.journal import decode_record, encode_record, result_of, value_of
 from flexengine.job.resume import JobStore
@@ -220,7 +222,9 @@ def open_engine(recipe: Recipe, group: PipelineGroup | None, share: Share) -> En
         options[share.option] = share.ram
     if recipe.agreed is not None and recipe.agreed.settings:
         options |= {"lossy": Lossy(**recipe.agreed.settings[LOSSY]), "allow": ()}
-    return Engine(**options, group=group, sharing=share.engines, worker_sharing=share.fleet)
+    engine = Engine(**options, group=group, sharing=share.engines, worker_sharing=share.fleet)
+    engine.reader.most = most_characters(EngineOptions(**recipe.options).given_ram)  # the share is of free RAM
+    return engine
 
 
 def _agree(engine: Engine, agreed: Description) -> None:

@@ -79,6 +79,14 @@ def given_secret() -> str:
     return _read(Path(path)) if path else ""
 
 
+def take_file(path: str) -> None:
+    """Make the secret in a file that of this process and of those that it starts, in place of another in the
+    environment. Raise InvalidInput as `secret_for`."""
+    _read(Path(path))
+    os.environ[SECRET_FILE] = path
+    os.environ.pop(SECRET, None)
+
+
 def _checked(text: str, name: str) -> str:
     if not MIN_SECRET <= (size := len(os.fsencode(text := text.strip()))) <= MAX_SECRET:
         raise InvalidInput(f"the secret in {name} has {size} bytes; it must have {MIN_SECRET} to {MAX_SECRET}")

@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexengine import shipped
 from flexengine.activity import activity, is_terminal, tick
-from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, ModelNotFound, json_fault, shown
-from flexengine.guests.wire.processes import SECRET_FILE
 from flexengine.job.files import check_model_kept, check_not_overwritten
 from flexengine.job.inputs import FORMATS
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
@@ -112,8 +110,13 @@ def add_options(group: argparse._ActionsContainer, table: OptionTable | str) -> 
 
 
 def _secret_file(path: str) -> str:
-    """Put the path into the environment, from which processes that this one starts have it, too."""
-    os.environ[SECRET_FILE] = named(path)
+    """Return the path, of which `take_file` takes the secret. Raise ArgumentTypeError if it holds none."""
+    from flexengine.guests.wire.secret import take_file  # imported here, as --help does without
+
+    try:
+        take_file(named(path))
+    except InvalidInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return path
 
 
@@ -378,9 +381,13 @@ def open_rows(args: argparse.Namespace) -> "InputRows":
 
     names = ("prompt_column", "limit", "chat", "score", "template", "delimiter")
     given: dict[str, Any] = {name: getattr(args, name) for name in names}
-    in_ram = args.device_mem and args.device != "cuda"
-    given["memory"] = parse_size(args.device_mem, "--device-mem") if in_ram else None
-    return InputRows(args.input, form=args.input_format, row_options=args.row_options or None, **given)
+    given["row_options"], given["memory"] = args.row_options or None, given_ram(args)
+    return InputRows(args.input, form=args.input_format, **given)
+
+
+def given_ram(args: argparse.Namespace) -> int | None:
+    """Return `MachineOptions.given_ram`, without an import of torch if no size is given."""
+    return machine_options(args).given_ram if args.device_mem or args.host_mem else None
 
 
 def machine_options(args: argparse.Namespace) -> "MachineOptions":

@@ -280,7 +280,8 @@ def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
     refused = Refused()
     with common.open_rows(args) as rows:
         tokenizer = load_tokenizer(opened.source.directory, args.trust_remote_code)
-        reader = PromptReader(tokenizer, opened.skeleton, args.prefix_sharing and not opened.lossy.alters_cache)
+        shares = args.prefix_sharing and not opened.lossy.alters_cache
+        reader = PromptReader(tokenizer, opened.skeleton, shares, common.given_ram(args))
         reader.check_chat(rows.chat)
         workload = reader.survey(rows, params, refused)
     refused.report(workload, args.input)

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from flexengine.config import Completion, Result, SamplingParams, Score
 from flexengine.engine.file_job import EngineRunner, FileJob
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, MemberFailed, OutOfMemory
 from flexengine.guests.attention_workers.workers import RemoteWorker
+from flexengine.job.bounds import MOST_CHARACTERS
 from flexengine.job.inputs import InputRows
 from flexengine.job.resume import open_job
 from flexengine.job.rows import Row
@@ -94,6 +96,13 @@ def test_members_share_attention_workers(known: Any, tmp_path: Path) -> None:
         assert other.allocate(2 << 20) is not None
         with open_engine(recipe(known[0], attention_workers=[one]), None, Share(fleet=3)) as engine:
             assert engine.core.machine.capacity.workers == (2 << 20,)
+
+
+def test_text_that_is_too_long_does_not_depend_on_the_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexengine.apps.fleet.job.Engine", lambda **options: SimpleNamespace(reader=SimpleNamespace()))
+    for given, most in ((None, MOST_CHARACTERS), ("60M", 200_000)):
+        share = Share(2, 30_000_000, "device_mem")
+        assert open_engine(recipe("m", device_mem=given), None, share).reader.most == most
 
 
 def test_a_lost_fleet_continues(known: Any, tmp_path: Path) -> None:

@@ -214,7 +214,9 @@ def test_a_proof_is_for_one_purpose(pair: tuple[socket.socket, socket.socket]) -
 
 
 @pytest.mark.parametrize("command", ["run", "serve-attention"])
-def test_the_file_of_a_secret_is_an_option(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_a_secret_is_an_option(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It reaches processes that the command starts, too."""
     monkeypatch.setenv("FLEXENGINE_SECRET_FILE", "")
     (file := tmp_path / "secret").write_bytes(GOOD)
@@ -222,3 +224,10 @@ def test_the_file_of_a_secret_is_an_option(command: str, tmp_path: Path, monkeyp
     command_line.parser(command).parse_args(["--secret-file", str(file)])
     assert os.environ["FLEXENGINE_SECRET_FILE"] == str(file)
     assert secret_for("10.0.0.2") == GOOD
+    monkeypatch.setenv("FLEXENGINE_SECRET", "x" * 20)
+    command_line.parser(command).parse_args(["--secret-file", str(file)])
+    assert secret_for("10.0.0.2") == GOOD  # the option replaces the secret of the environment
+    with pytest.raises(SystemExit):  # also if no connection needs it
+        command_line.parser(command).parse_args(["--secret-file", str(tmp_path / "none")])
+    assert "the secret in" in (said := capsys.readouterr().err)
+    assert "none cannot be read (No such file or directory)" in " ".join(said.split())
