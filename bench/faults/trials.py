@@ -332,9 +332,9 @@ class Stub:
 def stub_command(arguments: list[str]) -> int:
     """Run the command line with a Stub for an engine. The journal is synced after every sweep."""
     from flexengine.job import journal
-    from flexengine.shell.commands import options, run
+    from flexengine.shell.commands import openers, run
 
-    setattr(options, "open_engine", lambda args, on_sweep, group: Stub(on_sweep))  # noqa: B010
+    setattr(openers, "open_engine", lambda args, on_sweep, group: Stub(on_sweep))  # noqa: B010
     journal.SYNC_SECONDS = 0.0
     return run.main(arguments)
 

@@ -8,7 +8,7 @@ import pytest
 
 from flexengine.engine import file_job
 from flexengine.engine.options import EngineOptions
-from flexengine.shell.commands import options, run
+from flexengine.shell.commands import openers, run
 from flexengine.shell.commands import plan as plan_command
 from flexengine.tier import machine
 
@@ -45,7 +45,7 @@ def test_ram_that_was_given(
     for parser, named in ((run.parser(), []), (plan_command.parser(), ["--input"])):
         args = parser.parse_args([*named, str(tmp_path / "in.jsonl"), *words])
         args.input = str(tmp_path / "in.jsonl")
-        with options.open_rows(args) as rows:
+        with openers.open_rows(args) as rows:
             assert rows._source.memory == given
     found = list[Any]()
 

@@ -15,7 +15,7 @@ from flexengine.guests.wire.processes import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
 from flexengine.shell.commands.messages import VERBOSE, verbosity
-from flexengine.shell.commands.options import engine_options, load_libraries, open_engine
+from flexengine.shell.commands.openers import engine_options, load_libraries, open_engine
 from flexengine.shell.commands.parser import check_least, refuse_given
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flexengine.errors import InvalidInput
 from flexengine.job.files import check_not_overwritten
+from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands.interrupts import Interrupts
 from flexengine.shell.commands.messages import DONE, SOME_FAILED, interruptible, say, table
@@ -70,10 +71,10 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     runs = [replace(each, dtype=each.dtype or args.dtype) for each in runs]
     scenarios = [build(scenario) for scenario in load(args.scenario)]
     _check_folder(folder, scenarios)
-    engine_class = common.load_libraries()
+    engine_class = openers.load_libraries()
 
     def make(each: "Run") -> "Engine":
-        options = common.bare_options(args) | {"dtype": each.dtype}
+        options = openers.bare_options(args) | {"dtype": each.dtype}
         return engine_class(each.model, lossy=each.lossy, on_sweep=lambda _: interrupts.check(), **options)
 
     def restarted() -> None:

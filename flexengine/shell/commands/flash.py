@@ -11,7 +11,8 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.plan.formatting import plain, size
 from flexengine.shell.commands.messages import DONE, program, say, table, verified_line
-from flexengine.shell.commands.options import MACHINE, MODEL, OptionTable, add_options, bare_options, load_libraries
+from flexengine.shell.commands.openers import bare_options, load_libraries
+from flexengine.shell.commands.options import MACHINE, MODEL, OptionTable, add_options
 from flexengine.shell.commands.parser import Parser, check_least
 
 if TYPE_CHECKING:

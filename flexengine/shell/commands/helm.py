@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine.errors import InvalidInput, shown
 from flexengine.job.files import check_not_overwritten, is_stream
 from flexengine.job.results import check_output
+from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands.interrupts import Interrupts
 from flexengine.shell.commands.messages import DONE, SOME_FAILED, foreign_errors, interruptible, say, say_error
@@ -83,7 +84,7 @@ def _run(args: argparse.Namespace, words: Sequence[str], interrupts: Interrupts)
     except ImportError as error:
         remedy = 'pip install "flexengine[helm]", or export its requests from another environment: docs/helm.md'
         raise InvalidInput(f"HELM is needed ({error}); {remedy}") from error
-    common.load_libraries()
+    openers.load_libraries()
     from helm.benchmark.executor import ExecutorError
     from helm.benchmark.run import build_parser, helm_run
     from helm.benchmark.runner import RunnerError
@@ -117,7 +118,7 @@ def _run(args: argparse.Namespace, words: Sequence[str], interrupts: Interrupts)
 def deployment_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the deployment that the options describe. Raise InvalidInput if switches are wrong."""
     lossy, names = common.lossy_of(args)
-    given = {"model": args.model, **common.bare_options(args), "model_logprobs": args.model_logprobs, **vars(lossy)}
+    given = {"model": args.model, **openers.bare_options(args), "model_logprobs": args.model_logprobs, **vars(lossy)}
     given["allow"] = list(names) or None
     set_ones = {name: value for name, value in given.items() if value is not None and value is not False}
     return {**set_ones, "apply_chat_template": _CHAT_TEMPLATE[args.chat_template]}
@@ -139,7 +140,7 @@ def _encoding(args: argparse.Namespace) -> "Encoding":
     from flexengine.apps.helm.requests import Encoding
 
     options = {name: getattr(args, name) for name in ("trust_remote_code", "allow_symlinks")}
-    with common.load_libraries()(args.model, **options) as engine:
+    with openers.load_libraries()(args.model, **options) as engine:
         return Encoding(engine.tokenizer, _CHAT_TEMPLATE[args.chat_template], None, args.model_logprobs)
 
 

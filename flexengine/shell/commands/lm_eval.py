@@ -10,7 +10,8 @@ from typing import Any
 
 from flexengine.errors import InvalidInput
 from flexengine.shell.commands.messages import DONE, foreign_errors, program
-from flexengine.shell.commands.options import MODEL, add_options, load_libraries
+from flexengine.shell.commands.openers import load_libraries
+from flexengine.shell.commands.options import MODEL, add_options
 from flexengine.shell.commands.parser import Parser
 
 _PROGRAM = "lm-eval"

@@ -4,6 +4,7 @@ import argparse
 import json
 
 from flexengine.lossy import EXACT
+from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands.messages import DONE, program
 from flexengine.shell.commands.parser import Parser, refuse_given
@@ -30,11 +31,11 @@ def run(args: argparse.Namespace) -> int:
     common.check_written(args, {"--save": args.save})
     if args.model is None:
         refuse_given(args, ("trust_remote_code", "allow_symlinks"), "has no effect without a model; remove it")
-    common.load_libraries()
+    openers.load_libraries()
     from flexengine.engine import rates
 
-    opened = common.open_bare(args, EXACT) if args.model is not None else None
-    hardware = rates.this_machine(common.machine_options(args), opened, args.again, args.dtype)
+    opened = openers.open_bare(args, EXACT) if args.model is not None else None
+    hardware = rates.this_machine(openers.machine_options(args), opened, args.again, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         common.write(args.save, text)

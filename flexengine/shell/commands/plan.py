@@ -23,6 +23,7 @@ from flexengine.plan.placement import placement_problem
 from flexengine.plan.search import Search, frontier, search, sparse_warning
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands import plan_others as others
 from flexengine.shell.commands.messages import DONE, program, say
@@ -88,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
         refuse_given(args, unused, why)
         _check(args)
         kind = _other_machine(args).kind if args.hardware else None
-        common.load_libraries()
-        others.print_slices(args, common.open_bare(args, Lossy(), kind))
+        openers.load_libraries()
+        others.print_slices(args, openers.open_bare(args, Lossy(), kind))
     else:
         _check(args)
         plan(args)
@@ -108,8 +109,8 @@ def plan(args: argparse.Namespace) -> None:
         say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
     compared = [(path, Policy.load(shipped.find_file("policies", path))) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
-    common.load_libraries()
-    opened = common.open_bare(args, lossy, other.kind if other else None)
+    openers.load_libraries()
+    opened = openers.open_bare(args, lossy, other.kind if other else None)
     rows = _workload(args, opened)
     made = choices(names) if names else ()
     if unsuited := next(filter(None, map(opened.refusal, made)), None):
@@ -223,7 +224,7 @@ def _choose(
     from flexengine.engine import planner as planners
 
     if other is None:
-        with closing(common.machine_options(args).machine()) as machine:
+        with closing(openers.machine_options(args).machine()) as machine:
             planner = planners.Planner(machine, opened)
             return planner.least_lossy(workload, among)
 
@@ -240,7 +241,7 @@ def _measured(args: argparse.Namespace, opened: "OpenModel", workload: Workload,
     InvalidInput if it lacks a place of the given policy."""
     from flexengine.engine.planner import Planner
 
-    options = common.machine_options(args)
+    options = openers.machine_options(args)
     with closing(options.machine()) as machine:
         if policy is not None:
             check_places(policy, machine.capacity)
@@ -278,10 +279,10 @@ def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
     from flexengine.model.tokenizer import load_tokenizer
 
     refused = Refused()
-    with common.open_rows(args) as rows:
+    with openers.open_rows(args) as rows:
         tokenizer = load_tokenizer(opened.source.directory, args.trust_remote_code)
         shares = args.prefix_sharing and not opened.lossy.alters_cache
-        reader = PromptReader(tokenizer, opened.skeleton, shares, common.given_ram(args))
+        reader = PromptReader(tokenizer, opened.skeleton, shares, openers.given_ram(args))
         reader.check_chat(rows.chat)
         workload = reader.survey(rows, params, refused)
     refused.report(workload, args.input)

@@ -22,7 +22,8 @@ from flexengine.plan.cluster.search import METHODS, Limits, search
 from flexengine.plan.stages import FORMATS
 from flexengine.plan.workload import Workload
 from flexengine.shell.commands.messages import say
-from flexengine.shell.commands.options import OptionTable, check_written, load_libraries, open_bare, write
+from flexengine.shell.commands.openers import load_libraries, open_bare
+from flexengine.shell.commands.options import OptionTable, check_written, write
 from flexengine.shell.commands.parser import GENERAL, check_least, refuse_given
 from flexengine.shell.explain import cluster as explain
 

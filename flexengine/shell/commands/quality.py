@@ -19,6 +19,7 @@ from flexengine import __version__, texts
 from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
 from flexengine.lossy import CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
 from flexengine.model.tokenizer import opening, spread, token_ids
+from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands.habits import command_text
 from flexengine.shell.commands.messages import DONE, SOME_FAILED, program, say, table
@@ -287,11 +288,11 @@ def run(args: argparse.Namespace) -> int:
         if args.text is not None and Path(calibrate).resolve() == Path(args.text).resolve():
             fault = f"--calibration-text and --text are one file, {args.text}"
             raise InvalidInput(f"{fault}, but quality on the calibration text looks better than it is; give two files")
-    engine_class = common.load_libraries()
+    engine_class = openers.load_libraries()
     about: dict[str, Any] = {}
 
     def make(lossy: Lossy) -> "Engine":
-        engine = engine_class(args.model, lossy=lossy, **common.bare_options(args))
+        engine = engine_class(args.model, lossy=lossy, **openers.bare_options(args))
         if lossy == EXACT:  # the first of several engines
             engine.core.machine.say_no_offload()
             about.update(facts(engine))

@@ -11,7 +11,7 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.files import STDIN, check_model_kept, check_not_overwritten, descriptor, part_path
 from flexengine.job.results import check_output, files_beside
-from flexengine.shell.commands import distributed, messages
+from flexengine.shell.commands import distributed, messages, openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands.habits import command_text
 from flexengine.shell.commands.interrupts import Interrupts
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         return DONE
     if args.dry_run:
         return _dry_run(args, params)
-    with common.open_rows(args) as rows, open_job(rows, args.output, args.restart, args.retry_errors) as job:
+    with openers.open_rows(args) as rows, open_job(rows, args.output, args.restart, args.retry_errors) as job:
         with interrupts.guarding(job.save, job.standing):
             summary = run_job(args, job, params, interrupts)
         failed = job.failed
@@ -137,7 +137,7 @@ def run_job(
         with ExitStack() as stack:
             if args.ray is None:
                 group = stack.enter_context(distributed.pipeline(args))
-                engine = stack.enter_context(common.open_engine(args, sweep_ended, group))
+                engine = stack.enter_context(openers.open_engine(args, sweep_ended, group))
                 if report is not None:
                     report.attach(engine)
                 job = FileJob(EngineRunner(engine, params), store)
@@ -172,9 +172,9 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.shell.explain.whatif import ideas
 
     with (
-        common.open_rows(args) as rows,
+        openers.open_rows(args) as rows,
         distributed.pipeline(args) as group,
-        common.open_engine(args, group=group) as engine,
+        openers.open_engine(args, group=group) as engine,
     ):
         refused = Refused()
         engine.reader.check_chat(rows.chat)

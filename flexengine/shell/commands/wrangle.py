@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine.apps.wrangle.spec import DEFAULT_SHOTS, MAX_TOKENS, PICKS, SIMILARITIES, TASKS, Spec, make_spec
 from flexengine.errors import InvalidInput
 from flexengine.plan.formatting import count
+from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands.interrupts import Interrupts
 from flexengine.shell.commands.messages import DONE, SOME_FAILED, interruptible, say, summary_line
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
 def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: Interrupts) -> None:
     from flexengine.apps.wrangle.run import job_of, prepare
 
-    with common.open_engine(args, lambda _: interrupts.check()) as engine:
+    with openers.open_engine(args, lambda _: interrupts.check()) as engine:
         if args.restart:
             interrupts.standing = lambda: RESTARTED
         prepare(plan, args.output, args.restart, args.retry_errors)

@@ -14,7 +14,7 @@ from flexengine.apps.evaluate.report import RESULTS
 from flexengine.config import Result
 from flexengine.job import files
 from flexengine.job.journal import Journal
-from flexengine.shell.commands import evaluate, options
+from flexengine.shell.commands import evaluate, openers
 from tests.helpers.forked import SlowCommand
 from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer
@@ -263,7 +263,7 @@ def test_refused_before_a_model_is_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "load_libraries", lambda: pytest.fail("a model is opened"))
+    monkeypatch.setattr(openers, "load_libraries", lambda: pytest.fail("a model is opened"))
     assert evaluate.main([*given, "-o", "out", *more]) == 2
     assert words in capsys.readouterr().err
 

@@ -165,7 +165,7 @@ def test_a_refused_restart_keeps_what_there_is(job: Job) -> None:
 def test_duplicate_ids_are_refused_before_a_model_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     line = {"custom_id": "same", "method": "POST", "url": "/v1/completions", "body": {"prompt": [3]}}
     job.write([line, *job.family.rows, line])
-    monkeypatch.setattr("flexengine.shell.commands.options.load_libraries", pytest.fail)
+    monkeypatch.setattr("flexengine.shell.commands.openers.load_libraries", pytest.fail)
     assert job() == 2
     assert "'same' (lines 1 and 10)" in job.err
     assert list(job.folder.iterdir()) == [job.input]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.shell.commands import options, run
+from flexengine.shell.commands import openers, run
 from flexengine.shell.commands.messages import REFUSED
 from tests.helpers.job import Job
 
@@ -145,7 +145,7 @@ def test_as_a_program(job: Job) -> None:
 def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(
     job: Job, monkeypatch: pytest.MonkeyPatch, model: str, message: str
 ) -> None:
-    monkeypatch.setattr(options, "load_libraries", lambda: pytest.fail("imported"))
+    monkeypatch.setattr(openers, "load_libraries", lambda: pytest.fail("imported"))
     monkeypatch.chdir(job.folder)
     Path("empty").mkdir()
     Path("rows.txt").write_text("")
