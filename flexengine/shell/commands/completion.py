@@ -16,8 +16,12 @@ _flexengine in a directory of $fpath; fish: flexengine completion fish > ~/.conf
 _FILES = ("INPUT", "FILE", "OUT", "ROWS", "SCENARIO", "MODEL", "CLUSTER")
 # Options, by attribute, that also take the name of a shipped file; `model` does in `plan` only.
 _SHIPPED: dict[str, shipped.Kind] = {
-    "hardware": "hardware", "policy": "policies", "compare": "policies", "cluster": "clusters", "model": "models",
-}  # fmt: skip
+    "hardware": "hardware",
+    "policy": "policies",
+    "compare": "policies",
+    "cluster": "clusters",
+    "model": "models",
+}
 
 
 def parser() -> Parser:
