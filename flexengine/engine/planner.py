@@ -29,7 +29,8 @@ SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's bud
 MIN_JOB_SECONDS = 60.0  # reading resident weights again may pay in jobs of at least this length
 PAYBACK = 10  # measuring everything must be able to shorten a job by this many times the seconds that it takes
 UNLIMITED = Options()
-MIN_QUICK_SECONDS = 2.0  # measure for two seconds before a job if it is predicted to take at least this long
+MIN_QUICK_SECONDS = 2.0  # measure for a moment before a job if it is predicted to take at least this long
+QUICK_SECONDS = 3.0  # of measuring for a moment, about
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Planner:
         self.prefill_tokens: int | None = None
         self.block: int | None = None
         self.rates = RateStore(machine, opened, hardware)
+        self._measures = True  # whether `search` may measure
         self._searched: Search | None = None  # with attention workers, the search that chose the last policy
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
@@ -110,8 +112,11 @@ class Planner:
         message(f"chosen: {chosen.described}")
 
     def least_lossy(self, workload: Workload, among: Sequence[Lossy]) -> Lossy:
-        """Set and return the switches with the shortest predicted time; see `least_lossy` below."""
+        """Set and return the switches with the shortest predicted time; see `least_lossy` below.
 
+        If all were measured, these rates tell. Else all are compared by the rates of kernels, which all have. Then the
+        least lossy, the best and the fastest other choice that fit are measured for a moment, if the job is predicted
+        to take longer than that, and the best of these is chosen."""
         found = dict[Lossy, float]()
 
         def seconds(lossy: Lossy) -> float:
@@ -119,7 +124,30 @@ class Planner:
             found[lossy] = self.choose(workload).total_seconds
             return found[lossy]
 
-        self.use(best := least_lossy(among, seconds))
+        def known(lossy: Lossy) -> bool:
+            self.use(lossy)
+            return self.rates.own
+
+        self._measures = False
+        try:
+            self.rates.computed = not all(map(known, among))
+            best = least_lossy(among, seconds)
+            if self.rates.computed:
+                self.rates.computed = False
+                fits = [lossy for lossy in among if lossy in found]
+                fastest = min((lossy for lossy in fits if lossy != best), key=found.__getitem__, default=best)
+                final = [lossy for lossy in fits if lossy in (fits[0], best, fastest)]
+                new = [lossy for lossy in final if not known(lossy)]
+                if found[best] > QUICK_SECONDS * len(new):
+                    for lossy in new:
+                        self.use(lossy)
+                        self.rates.measure_quickly()
+                if all(map(known, final)):
+                    found.clear()
+                    best = least_lossy(final, seconds)
+        finally:
+            self._measures, self.rates.computed = True, False
+        self.use(best)
         message(
             f"predicted seconds of the job: {', '.join(f'{x:.3g} {lossy}' for lossy, x in found.items())}",
             logging.INFO if any(lossy.flash for lossy in found) else logging.DEBUG,
@@ -164,7 +192,7 @@ class Planner:
 
         Args:
             options: limits of the search.
-            measure: measure for two seconds if the job is predicted to take MIN_QUICK_SECONDS, and everything if that
+            measure: measure for a moment if the job is predicted to take MIN_QUICK_SECONDS, and everything if that
                 can pay; see `pays`. Must be False while weights are loaded, as measuring needs their memory and
                 modules.
         """
@@ -172,26 +200,29 @@ class Planner:
         options = replace(options or Options(), overlap=self.overlap)
         with activity("planning", "searching the policy with the shortest predicted time"):
             found = search(facts, known, workload, options)
-            if not measure or found.best.seconds < MIN_QUICK_SECONDS:
+            if not measure or not self._measures or found.best.seconds < MIN_QUICK_SECONDS:
                 return found
-            if rates.measure_quickly(known):
+            if rates.measure_quickly():
                 found = search(facts, known := rates.known(), workload, options)
-            length, seconds = rates.missing_seconds(known), found.best.seconds
+            length, seconds = rates.missing_seconds(known), found.best.total_seconds
             if not length or not pays(seconds, 0.0, length):
                 return found
             free = known.with_capacity(replace(known.capacity, device=None, workers=(), filed=0))
-            least = search(facts, free, workload, replace(options, placed=None)).best.seconds
+            least = search(facts, free, workload, replace(options, placed=None)).best.total_seconds
             if not pays(seconds, least, length):
                 return found
-            saved = f"the job is predicted to take {clock(seconds)}, {clock(seconds - least)} of which may be saved"
-            message(f"measuring this machine and model takes about {clock(length)}; {saved}")
+            saved = f"{clock(seconds)}, of which a better plan saves at most {clock(seconds - least)}"
+            words = (
+                f"measuring this machine and model takes about {clock(length)}; the job is predicted to take {saved}"
+            )
+            message(words)
             return search(facts, rates.measured(), workload, options)
 
     def measure(self, workload: Workload) -> Hardware:
-        """Return the rates for plans of this workload without a job: measure the model for two seconds in any case, and
+        """Return the rates for plans of this workload without a job: measure the model for a moment in any case, and
         everything if a search for the policy would. Raise OutOfMemory before, if no row fits."""
         self.check(workload)
-        self.rates.measure_quickly(self.rates.known())
+        self.rates.measure_quickly()
         if self.policy is None:
             fitting(workload, self.layout)
         return self.rates.known()

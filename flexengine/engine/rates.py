@@ -15,6 +15,7 @@ from flexengine.measure import store
 from flexengine.model.config import named_dtype
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.hardware import Hardware
+from flexengine.plan.rates import timed
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 
@@ -39,6 +40,7 @@ class RateStore:
         self._given = given is not None
         self._quick: Hardware | None = None  # measured by `measure_quickly`, if the cache cannot store it
         self._tried = False  # whether `measure_quickly` has measured
+        self.computed = False  # whether `known` leaves out what was measured of models, so that formats are alike
 
     def forget(self) -> None:
         """Read the stored rates again when they are needed: the model's formats have changed."""
@@ -53,7 +55,14 @@ class RateStore:
         known = known or store.unmeasured(machine, self.opened.dtype)
         if machine.workers and not known.worker_attention:
             known = replace(known, **self._workers)
+        if self.computed:
+            known = replace(known, layers={}, heads={}, attention={}, blocks={}, quick=(), corrected={})
         return known.with_capacity(machine.capacity)  # it may have changed since
+
+    @property
+    def own(self) -> bool:
+        """Whether this model was measured, or rates were given."""
+        return self._given or timed(self.known(), self.opened.facts)
 
     def missing_seconds(self, known: Hardware) -> float:
         """Return the seconds that `measured` would take, about; 0 if no rate in `known()` is assumed that could be
@@ -62,10 +71,10 @@ class RateStore:
             return 0.0
         return MODEL_SECONDS + (0.0 if known.measured else MACHINE_SECONDS)
 
-    def measure_quickly(self, known: Hardware) -> bool:
-        """Measure for about two seconds what decides the device's seconds of this model, once for a machine and model,
-        unless it is known. Return whether `known()` has changed. known: the rates that `known` returned."""
-        if self._tried or self._hardware is not None or store.knows_quickly(known, self.opened.facts):
+    def measure_quickly(self) -> bool:
+        """Measure for 2 to 6 seconds what decides the device's seconds of this model, once for a machine and model,
+        unless it is known. Return whether `known()` has changed."""
+        if self._tried or self._hardware is not None or store.knows_quickly(self.machine, self.opened):
             return False
         self._tried = True
         try:
@@ -89,9 +98,10 @@ class RateStore:
 
     def learn(self, watch: SweepMonitor) -> None:
         """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed,
-        nor are those of a model that was never measured. watch: the finished job's predicted and measured seconds."""
+        nor are those of a model whose measurement was never tried. watch: the finished job's predicted and measured
+        seconds."""
         opened, known = self.opened, watch.cost.hardware
-        learns = not self._given and (known.measured or store.knows_quickly(known, opened.facts))
+        learns = not self._given and (known.measured or self._tried or store.knows_quickly(self.machine, opened))
         if learns and (factors := watch.factors()):
             key = store.key_of(self.machine, opened.dtype, opened.files)
             planned = replace(watch.cost.hardware, workers=(), filed=0, worker_attention={}, worker_links={},

@@ -14,11 +14,12 @@ from scipy.optimize import nnls
 
 from flexengine import kernels as available
 from flexengine.config import SamplingParams
+from flexengine.measure import store
 from flexengine.measure.attention import measure_attention
 from flexengine.measure.kernels import QUICK_SECONDS, measure_crosstalk, measure_forms, measure_kernels, quick_products
 from flexengine.measure.links import WHAT, copies, measure_links, quick_reads
 from flexengine.measure.model import measure_model, random_weights, time_layers
-from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name, unmeasured
+from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name
 from flexengine.measure.streaming import measure_delegation, measure_streaming
 from flexengine.measure.timing import MAX_CALLS, fill, measuring, noticing, room, seconds_per_call, unnoticed
 from flexengine.model.build import build
@@ -26,6 +27,7 @@ from flexengine.model.tokenizer import Stops
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import lay_out
+from flexengine.plan.rates import assumed
 from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -96,7 +98,7 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
 
 def measure_quickly(known: Hardware | None, machine: Machine, opened: OpenModel) -> tuple[Hardware, dict[str, Any]]:
     """Return `known`, or if it is None, rates of the machine, and the model's own rates that they lack."""
-    length = "3 s" if known is None else "2 s"
+    length = "3 to 6 s" if known is None else "2 to 5 s"
     with noticing(), measuring("what decides the speed of this model here", "machine and model", length):
         hardware = known or quick_rates(machine, opened)
         return hardware, quick_model(hardware, machine, opened)
@@ -108,41 +110,47 @@ def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
     checkpoint and of the engine's own overhead, within a second. `quick_model` adds the model's.
 
     These differ by more than ten times between machines, and decide which policy is best. Not measured are offload
-    directories and delegation. The ledgers are unchanged afterwards. Raise OutOfMemory if a tier has no free
-    memory.
+    directories and delegation. A sim machine has the memory and overhead of its CPU, if all of that was measured.
+    The ledgers are unchanged afterwards. Raise OutOfMemory if a tier has no free memory.
     """
-    known = unmeasured(machine, opened.dtype)
+    known, cpu = store.unmeasured(machine, opened.dtype), store.computing_rates(machine, opened.dtype)
+    own = dict[str, Any]()
     with unnoticed(machine):
         links = copies(machine, QUICK_SECONDS)
-        with Regions(machine) as regions:
-            size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
-            source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
-            copied = 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
-        sweep, each = sweep_seconds(machine, opened.dtype, QUICK_SECONDS)
+        if cpu is None or not cpu.measured:
+            with Regions(machine) as regions:
+                size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
+                source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
+                copied = 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
+            sweep, each = sweep_seconds(machine, opened.dtype, QUICK_SECONDS)
+            own = dict(elementwise=copied, decode_attention=((1.0, ATTENDED * copied),))
+            own |= dict(sweep_seconds=sweep or known.sweep_seconds, sequence_seconds=each or known.sequence_seconds)
         reads = quick_reads(machine, opened.files) or known.checkpoint_read
         found = measure_crosstalk(machine, opened.files, quick=True)
         talk = {lane: {**known.crosstalk.get(lane, {}), **others} for lane, others in found.items()}
     return replace(
-        known, name=machine_name(machine), links={**known.links, **links}, elementwise=copied, checkpoint_read=reads,
-        crosstalk={**known.crosstalk, **talk}, decode_attention=((1.0, ATTENDED * copied),),
-        sweep_seconds=sweep or known.sweep_seconds, sequence_seconds=each or known.sequence_seconds,
+        known, name=machine_name(machine), links={**known.links, **links}, checkpoint_read=reads,
+        crosstalk={**known.crosstalk, **talk}, **own,
     )  # fmt: skip
 
 
 def quick_model(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict[str, Any]:
-    """Return the rates of the model's layers, head and attention that `hardware` lacks, within two seconds; for layers
-    that do not fit in memory those of products in their formats."""
+    """Return the rates of the model's layers, head, attention and records that `hardware` lacks, within two seconds;
+    for layers that do not fit in memory those of products in their formats, instead of assumed ones."""
     found: dict[str, Any] = {}
+    hardware = replace(hardware, quick=())  # what was measured for a moment is not measured so again
     if not knows_products(hardware, opened.facts):
         times = measure_model(opened.skeleton, opened.facts, opened.held, machine, quick=True)
         found["layers"], found["heads"] = times
         if not times[0]:
             found["products"] = measure_forms(machine, opened, hardware.products)
-            if not hardware.measured:
-                name = str(opened.dtype).removeprefix("torch.")
+            name, guess = str(opened.dtype).removeprefix("torch."), assumed(machine.kind, machine.capacity).products
+            if hardware.products.get(name) == guess.get(name):
                 found["products"][name] = quick_products(machine, opened.dtype, opened.dtype)
     if not knows_attention(hardware, opened.facts):
         found["attention"] = {**measure_attention(opened, machine, quick=True)}
+    if not knows_blocks(hardware, opened.facts):
+        found["blocks"] = {**resolve_name(RECORDS)(opened, machine, quick=True)}
     return found
 
 

@@ -28,7 +28,7 @@ from flexengine.model.linear import numerics
 from flexengine.places import COPIES, DISK, HOST, disks_of, lane_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.plan.rates import assumed
+from flexengine.plan.rates import assumed, timed
 from flexengine.tier.limits import device_of
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
@@ -38,6 +38,7 @@ COMPUTING = (
     *("products", "prompt_attention", "decode_attention", "elementwise", "vector_flops", "cell_seconds"),
     *("task_seconds", "sweep_seconds", "sequence_seconds", "layers", "heads", "attention", "quick"),
 )
+OWN = ("layers", "heads", "attention", "blocks")  # fields of `Hardware` with tables of models, by signature
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 
 
@@ -78,7 +79,7 @@ def obtain(
 
 
 def obtain_quickly(machine: Machine, opened: OpenModel) -> tuple[Hardware, bool]:
-    """Measure for about two seconds what decides the device's seconds of this model: its own layers, head and
+    """Measure for 2 to 6 seconds what decides the device's seconds of this model: its own layers, head and
     attention, and of a machine without stored rates also memory, copies, reads of the checkpoint and overhead. Return
     all rates, and whether they are stored, for later jobs. Arguments and errors as of `obtain`."""
     known = cached(key_of(machine, opened.dtype, opened.files))
@@ -105,8 +106,7 @@ def unmeasured(machine: Machine, dtype: torch.dtype) -> Hardware:
             limits |= zip(lanes, slowed[0].values(), strict=True)
     links = {lane: ((1.0, min(table[0][1], limits.get(lane) or math.inf)),) for lane, table in hardware.links.items()}
     hardware = replace(hardware, links=links, checkpoint_read=links[DISK.lanes[0]])
-    own = cached(_computing_key(machine, dtype)) if machine.kind == "sim" else None
-    if own is None:
+    if (own := computing_rates(machine, dtype)) is None:
         return hardware
     computing: dict[str, Any] = {name: getattr(own, name) for name in COMPUTING}
     computing |= {"host_attention": own.decode_attention[0][1], "host_flops": own.vector_flops}
@@ -114,17 +114,28 @@ def unmeasured(machine: Machine, dtype: torch.dtype) -> Hardware:
     return replace(hardware, name=f"{own.name}, links assumed", corrected=lengthened, **computing)
 
 
+def computing_rates(machine: Machine, dtype: torch.dtype) -> Hardware | None:
+    """Return the rates that jobs on `--device cpu` have stored, of which a sim machine has those of computing; None if
+    there are none, or for other machines."""
+    return cached(_computing_key(machine, dtype)) if machine.kind == "sim" else None
+
+
 def joined(known: Hardware, measured: Mapping[str, Any], facts: ModelFacts, quick: bool = False) -> Hardware:
     """Return rates with further ones. Corrections of earlier ones end, also if this model's are computed from them.
-    quick: whether the further ones were measured for a moment; see `Hardware.quick`."""
+    quick: whether the further ones were measured for a moment; they replace no others. See `Hardware.quick`."""
+    whole = _whole(known) if quick else set()
+    measured = {
+        field: {name: table for name, table in new.items() if field not in OWN or name not in whole}
+        for field, new in measured.items()
+    }
     again = {name for field in ("layers", "heads", "blocks") for name in measured.get(field, ())}
-    if "products" in measured:
+    if measured.get("products"):
         own = {facts.signature(j) for j in range(len(facts.layers))} | {facts.head_signature}
         again |= own - {*known.layers, *known.heads}
     before = {name: by for name, by in known.corrected.items() if name not in again}
     tables: dict[str, Any] = {field: {**getattr(known, field), **new} for field, new in measured.items()}
-    names = {name for field in ("layers", "heads", "attention") for name in measured.get(field, ())}
-    moment = {*known.quick, *facts.signatures} if quick else {*known.quick} - names
+    names = {name for field in OWN for name in measured.get(field, ())}
+    moment = {*known.quick} | names if quick else {*known.quick} - names
     return replace(known, corrected=before, quick=tuple(sorted(moment)), **tables)
 
 
@@ -133,15 +144,38 @@ def knows(hardware: Hardware, facts: ModelFacts) -> bool:
     return knows_products(hardware, facts) and knows_attention(hardware, facts) and knows_blocks(hardware, facts)
 
 
-def knows_quickly(hardware: Hardware, facts: ModelFacts) -> bool:
-    """Return whether the seconds of this model's layers, head and attention were measured, or tried, for a moment at
-    least."""
-    return {*hardware.quick, *hardware.layers, *hardware.heads, *hardware.attention} >= facts.signatures
+def knows_quickly(machine: Machine, opened: OpenModel) -> bool:
+    """Return whether this machine, and this model's layers, head, attention and records on it, were measured for a
+    moment at least. Rates of another machine that computes with the same CPU do not count."""
+    hardware = cached(key_of(machine, opened.dtype, opened.files))
+    return hardware is not None and timed(hardware, opened.facts)
+
+
+def _whole(hardware: Hardware) -> set[str]:
+    """Return the signatures with tables that were measured for more than a moment."""
+    return {name for field in OWN for name in getattr(hardware, field)} - {*hardware.quick}
+
+
+def _merged(latest: Hardware, hardware: Hardware) -> Hardware:
+    """Return the rates of computing of two files of one CPU, which may know other models: the newer `hardware`'s, but
+    what only `latest` has measured, or only `latest` for more than a moment, as that has it."""
+    older = {name for field in OWN for name in getattr(latest, field)}
+    newer = {name for field in OWN for name in getattr(hardware, field)}
+    stay = older - newer | _whole(latest) - _whole(hardware)
+    base = hardware if hardware.measured or not latest.measured else latest
+    tables: dict[str, Any] = {
+        field: {**getattr(hardware, field), **{n: t for n, t in getattr(latest, field).items() if n in stay}}
+        for field in OWN
+    }
+    by = {name: by for name, by in latest.corrected.items() if name in stay or name not in newer}
+    by |= {name: factor for name, factor in hardware.corrected.items() if name not in stay}
+    quick = {*hardware.quick} - stay | {*latest.quick} & stay
+    return replace(base, corrected=by, quick=tuple(sorted(quick)), **tables)
 
 
 def knows_blocks(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether reads and products of this model's records were measured."""
-    return all(b is None or b.experts or b.signature in hardware.blocks for b in facts.blocks)
+    return all(b is None or b.experts or b.signature in {*hardware.blocks} - {*hardware.quick} for b in facts.blocks)
 
 
 def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:
@@ -267,7 +301,8 @@ def keep(machine: Machine, dtype: torch.dtype, files: Sequence[Path], hardware: 
     """Store rates of this machine. Return whether that succeeded; if not, report the reason."""
     fault = save_rates(key_of(machine, dtype, files), hardware)
     if machine.kind == "cpu" and not fault:
-        fault = save_rates(_computing_key(machine, dtype), hardware)  # for `unmeasured`
+        latest = cached(key := _computing_key(machine, dtype))  # for `unmeasured`
+        fault = save_rates(key, _merged(latest, hardware) if latest else hardware)
     if fault:
         message(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set FLEXENGINE_CACHE"
                 " to a directory that can be written", logging.WARNING)  # fmt: skip

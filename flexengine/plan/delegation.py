@@ -128,8 +128,9 @@ def slowing(
     A gpu_batch's attention is over before its cell ends. With a single gpu_batch, the device waits for all of it. A
     streamed layer ends before the next one begins (`schedule.order`), so the first gpu_batch's attention and the last
     one's cell overlap with nothing that has to wait for them. Weights of the next layer precede most answers in the
-    lane of the answers, so the rest of the cells follows the load. A CPU and an attention worker on its cores slow
-    each other by the worker's share of the cores.
+    lane of the answers, so the rest of the cells follows the load. Places that attend to caches of their own work at
+    the same time, so the device waits for each by its part. A CPU and an attention worker on its cores slow each other
+    by the worker's share of the cores.
 
     Args:
         rows: number of rows of the job.
@@ -150,7 +151,7 @@ def slowing(
     for home, place in attended.items():
         _, lane, back = way.attend[place]
         closed = batches == 1 or (streams and policy.slots < 3)
-        add("device", lane, closed * (1 / own[home] + before / batches - 1 + after))
+        add("device", lane, closed / len(attended) * (1 / own[home] + before / batches - 1 + after))
         add(lane, "device", (closed or own[home] == 1) / batches)
         for one, other in (("device", lane), (lane, "device")):
             add(one, other, min(1.0, sum(cores.get(worker, 0.0) for worker in policy.team(place, hardware.places))))

@@ -292,8 +292,10 @@ def _head(model: ModelFacts, hardware: Hardware, head: TensorFact) -> Table:
 
 
 def timed(hardware: Hardware, model: ModelFacts) -> bool:
-    """Return whether this model's own layers, head and attention were measured on this machine."""
-    return {*hardware.layers, *hardware.heads, *hardware.attention} >= model.signatures
+    """Return whether this model's own layers, head, attention and records were measured on this machine."""
+    records = {block.signature for block in model.blocks if block and not block.experts}
+    known = {*hardware.layers, *hardware.heads, *hardware.attention, *hardware.blocks}
+    return known >= model.signatures | records
 
 
 def origin(hardware: Hardware, model: ModelFacts) -> str:

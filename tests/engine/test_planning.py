@@ -129,7 +129,8 @@ def test_everything_is_measured_before_jobs_that_this_may_shorten(
     """A message says so before. least: seconds with unlimited memory."""
 
     def search(_facts: Any, known: Hardware, *_: Any) -> Any:
-        return SimpleNamespace(best=SimpleNamespace(seconds=seconds if known.device_bytes else least))
+        best = seconds if known.device_bytes else least
+        return SimpleNamespace(best=SimpleNamespace(seconds=best - 0.5, total_seconds=best))
 
     recorder = Recorder(None, assumed("cpu", Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)))
     monkeypatch.setattr(planning, "search", search)
@@ -139,7 +140,8 @@ def test_everything_is_measured_before_jobs_that_this_may_shorten(
         for _ in range(2):  # what was measured is known from then on
             engine.planner.search(Workload({(8, 8): 8}))
             assert recorder.asked.count(True) == int(worth)
-    said = "measuring this machine and model takes about 45.0 s; the job is predicted to take 1:23:20, 1:06:40 of which"
+    said = "measuring this machine and model takes about 45.0 s; the job is predicted to take 1:23:20, of which a"
+    said += " better plan saves at most 1:06:40"
     assert any(text.startswith(said) for text in heard.messages) == worth
 
 
@@ -191,8 +193,9 @@ def test_a_model_is_measured_for_a_moment_once(
         assert origin(known, facts) == said
 
 
+@pytest.mark.slow
 def test_a_sim_machine_computes_at_the_rates_of_its_cpu(families: Any, moments: list[Hardware | None]) -> None:
-    """Its links are at most as fast as their limits."""
+    """Its links are measured, and at most as fast as their limits; those of offload directories are assumed."""
     directory, links = families("llama").directory, Links(h2d=1e9, disk_read=2e9, disk_write=1e8)
     with Engine(directory, device="cpu") as engine:
         engine.plan(Workload({(8, 8): 1_000_000}))
@@ -200,12 +203,36 @@ def test_a_sim_machine_computes_at_the_rates_of_its_cpu(families: Any, moments: 
     with Engine(directory, device="sim", links=links) as engine:
         engine.plan(Workload({(8, 8): 1_000_000}))
         known = engine.planner.rates.known()
-    assert len(moments) == 1
+    assert moments == [None, None]
     assert (known.layers, known.heads, known.attention) == (own.layers, own.heads, own.attention)
     assert timed(known, facts)
-    assert {lane: table[0][1] for lane, table in known.links.items()} == {
-        "h2d": 1e9, "d2h": 5e9, "disk_read": 1.5e9, "disk_write": 1e8,
-    }  # fmt: skip
+    assumed_links = assumed("sim", Capacity(None, None, None, shared=False, staged=False)).links
+    assert max(rate for _, rate in known.links["h2d"]) < 1.1e9
+    assert known.links["d2h"] != assumed_links["d2h"]
+    assert known.links["disk_read"] == ((1.0, 1.5e9),)
+    assert known.links["disk_write"] == ((1.0, 1e8),)
+    assert known.name == own.name
+    with Engine(directory, device="sim", links=links) as engine:
+        engine.plan(Workload({(8, 8): 1_000_000}))
+        again = engine.planner.rates.known()
+    assert replace(again, disk_bytes=None) == replace(known, disk_bytes=None)
+    assert len(moments) == 2
+
+
+def test_a_sim_machine_keeps_what_was_measured_of_its_cpu(families: Any, moments: list[Hardware | None]) -> None:
+    directory, kept = families("llama").directory, ("elementwise", "decode_attention", "sweep_seconds")
+    with Engine(directory, device="cpu") as engine:
+        machine, opened = engine.core.machine, engine.core.opened
+        whole = replace(assumed("cpu", machine.capacity), measured=True, assumed=False, elementwise=1.25e10,
+                        decode_attention=((1.0, 2e9), (64.0, 3e9)), sweep_seconds=0.25)  # fmt: skip
+        assert store.keep(machine, opened.dtype, opened.files, whole)
+    with Engine(directory, device="sim") as engine:
+        engine.planner.rates.measure_quickly()
+        known = engine.planner.rates.known()
+    assert len(moments) == 1
+    assert [getattr(known, name) for name in kept] == [getattr(whole, name) for name in kept]
+    assert known.links["h2d"] != assumed("sim", Capacity(None, None, None, shared=False, staged=False)).links["h2d"]
+    assert not known.measured
 
 
 def test_a_job_corrects_rates_that_were_measured_for_a_moment(
@@ -242,6 +269,88 @@ def test_a_model_in_other_formats_is_measured_on_a_machine_that_was_measured(
             assert origin(known, engine.facts) == "measured, this model for two seconds"
             assert engine.facts.signatures == {*known.quick} == {*known.layers, *known.heads, *known.attention}
     assert len(moments) == 1
+
+
+def test_a_moment_replaces_nothing_that_was_measured(families: Any, moments: list[Hardware | None]) -> None:
+    """Of a model that was measured, another format of the cache lacks its attention alone."""
+    for cache in (None, "int8", "int4"):
+        with Engine(families("llama").directory, device="cpu", lossy=Lossy(cache=cache)) as engine:
+            machine, opened, rates = engine.core.machine, engine.core.opened, engine.planner.rates
+            facts = engine.facts
+            if cache is None:
+                table = ((1.0, 0.5), (64.0, 0.75))
+                whole = replace(
+                    assumed("cpu", machine.capacity), measured=True, assumed=False,
+                    layers={facts.signature(0): table}, heads={facts.head_signature: table},
+                    attention={facts.attention_signature(None): {"decode": ((1.0, 1e9),)}},
+                )  # fmt: skip
+                assert store.keep(machine, opened.dtype, opened.files, whole)
+            rates.measure_quickly()
+            known = rates.known()
+            assert store.knows_products(known, facts)
+            assert (known.layers, known.heads) == (whole.layers, whole.heads)
+            assert known.attention.items() >= whole.attention.items()
+    assert len(moments) == len(known.quick) == 2
+
+
+def test_what_did_not_fit_is_measured_when_it_does(families: Any, moments: list[Hardware | None]) -> None:
+    """Rates are stored for all memory limits of a machine."""
+    for memory, fits in (("1M", False), ("100M", True)):
+        with Engine(families("llama").directory, device="cpu", device_mem=memory) as engine:
+            with pytest.MonkeyPatch.context() as patch:
+                if not fits:
+                    patch.setattr("flexengine.measure.machine.measure_model", lambda *_, **__: ({}, {}))
+                engine.planner.rates.measure_quickly()
+            known = engine.planner.rates.known()
+            assert {*known.quick} == {*known.layers, *known.heads, *known.attention}
+            assert timed(known, engine.facts) == fits
+    assert len(moments) == 2
+
+
+@pytest.mark.slow
+def test_records_are_measured_for_a_moment(
+    families: Any, moments: list[Hardware | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that reads neurons on demand waits for them, so its model is known if they are. The rates are corrected."""
+    monkeypatch.setattr("flexengine.guests.flash.model.QUICK", (0.001, 1))
+    with Engine(families("opt").directory, device="cpu", lossy=Lossy(flash="oracle")) as engine:
+        facts, rates = engine.facts, engine.planner.rates
+        rates.measure_quickly()
+        known = rates.known()
+    own = {block.signature for block in facts.blocks if block}
+    assert own
+    assert own == {*known.blocks} <= {*known.quick}
+    assert timed(known, facts)
+    assert not timed(replace(known, blocks={}), facts)
+    assert not store.knows_blocks(known, facts)
+    assert {*store.corrected(known, {"device": 3.0}, facts).corrected} == own
+    assert len(moments) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "measured"), [(20, 0), (20_000, 2)])
+def test_three_choices_at_most_are_measured(
+    families: Any, moments: list[Hardware | None], rows: int, measured: int
+) -> None:
+    """All are compared by the same rates before, and these three by the same rates after. Short jobs measure none."""
+    allow = ["int8-weights", "int4-weights", "int8-cache", "int4-cache", "int8-compute"]
+    with Engine(families("llama").directory, device="cpu", allow=allow) as engine:
+        planner, compared = engine.planner, list[tuple[Lossy, bool]]()
+        assert len(planner.choices) > 8
+        choose = planner.choose
+
+        def noted(*given: Any) -> Any:
+            compared.append((engine.lossy, timed(planner.rates.known(), engine.facts)))
+            return choose(*given)
+
+        planner.choose = noted  # type: ignore[method-assign]
+        among = planner.choices
+        best = planner.least_lossy(Workload({(8, 8): rows}), among)
+    assert len(moments) == measured
+    assert [lossy for lossy, _ in compared[: len(among)]] == [*among]
+    assert [known for _, known in compared] == [False] * len(among) + [True] * measured
+    assert best in [lossy for lossy, _ in compared[-measured:]]
+    assert Lossy() in [lossy for lossy, _ in compared[-measured:]]
 
 
 def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:

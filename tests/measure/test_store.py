@@ -57,6 +57,29 @@ def test_products_measured_later_end_corrections_of_what_is_computed_from_them()
     assert found.corrected == {"b": 2.0, "other": 2.0, "h2d": 2.0}
 
 
+def test_a_file_of_a_cpu_keeps_what_other_jobs_stored(
+    at: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs on a CPU with other disks, or in another process, store other models' rates; the file is one."""
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
+    table, moment = ((1.0, 0.5),), ((1.0, 0.75),)
+    first = hardware(layers={"a": table, "b": moment}, heads={"h": table}, quick=("b",), elementwise=7.0,
+                     corrected={"a": 2.0, "b": 3.0})  # fmt: skip
+    second = hardware(layers={"a": moment, "b": table, "c": moment}, attention={"x": {"decode": moment}},
+                      quick=("a", "c", "x"), corrected={"a": 4.0, "c": 5.0}, measured=False)  # fmt: skip
+    for rates in (first, second):
+        assert store.keep(at("cpu"), torch.float32, [], rates)
+    found = store.computing_rates(at("sim"), torch.float32)
+    assert found is not None
+    assert found.layers == {"a": table, "b": table, "c": moment}
+    assert found.heads == {"h": table}
+    assert found.attention == {"x": {"decode": moment}}
+    assert found.quick == ("c", "x")
+    assert found.corrected == {"a": 2.0, "c": 5.0}
+    assert (found.elementwise, found.measured) == (7.0, True)
+    assert store.computing_rates(at("cpu"), torch.float32) is None
+
+
 def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))

@@ -70,6 +70,22 @@ def test_lanes_wait_as_the_order_of_cells_says(batches: int) -> None:
     assert max(errors) < 0.3
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_the_device_waits_for_all_workers_at_once(count: int, slots: int) -> None:
+    """They attend at the same time, each to the caches of its own gpu_batches."""
+    model, names = opt(4, 4096, 32, vocabulary=8192), [f"worker{i + 1}" for i in range(count)]
+    for attention in (1e8, 1e9):
+        hardware = replace(
+            FLAT, workers=(None,) * count, worker_attention=dict.fromkeys(names, attention),
+            worker_links=dict.fromkeys(names, 1e10), worker_seconds=1e-5,
+        )  # fmt: skip
+        for batches, weights in ((2, HALF), (4, DEVICE), (4, HALF), (8, HOST)):
+            policy = Policy(16, batches, weights, {"workers": 1.0}, DEVICE, slots, "zigzag", 4096)
+            told, walked = both(model, hardware, Workload({(512, 8): 16 * batches}), policy)
+            assert told.seconds == pytest.approx(walked.seconds, rel=0.12), (attention, policy)
+
+
 def test_bytes_and_seconds_by_hand() -> None:
     """Pages go down for prompts alone; per generated token 4 h elements cross the links, the host reads the cache."""
     layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16

@@ -43,6 +43,7 @@ OTHERS = 64 << 20  # bytes that are read before each call, as by a layer's other
 COUNTS = (4, 32, 256, 1024)  # records of one read
 SOME, ALL = (1, 2, 4, 8, 16), (4, 32, 128, 256, 512)  # tokens
 SECONDS, ROUNDS = 0.1, 3  # seconds of each point in each round
+QUICK = 0.02, 1  # the same for a quick measurement
 
 
 class FlashModel:
@@ -249,8 +250,10 @@ class _File(Bundle):
 
 
 @torch.no_grad()
-def measure_blocks(opened: OpenModel, machine: Machine) -> dict[str, dict[str, Table]]:
-    """Return `Hardware.blocks` of a model. Products that do not fit in memory are left out."""
+def measure_blocks(opened: OpenModel, machine: Machine, quick: bool = False) -> dict[str, dict[str, Table]]:
+    """Return `Hardware.blocks` of a model. Products that do not fit in memory are left out. Takes up to ten seconds, or
+    half a second if `quick`."""
+    seconds, rounds = QUICK if quick else (SECONDS, ROUNDS)
     found, flash = dict[str, dict[str, Table]](), opened.flash
     bundles = made_bundles(opened, flash.blocks, flash.record_kind) if opened.files else []
     for layer, (feed, facts) in enumerate(zip(flash.blocks, opened.facts.blocks, strict=False)):
@@ -263,8 +266,8 @@ def measure_blocks(opened: OpenModel, machine: Machine) -> dict[str, dict[str, T
         files = [b for b in bundles if b.form == form] or others
         predictor = flash.predictor(layer, machine.compute)
         with unnoticed(machine), RecordReader(files) as reader:
-            points = _Points(feed, facts, form, opened.dtype, machine, files, reader, predictor)
-            found[facts.signature] = _typical([points.rates() for _ in range(ROUNDS)])
+            points = _Points(feed, facts, form, opened.dtype, machine, files, reader, predictor, seconds)
+            found[facts.signature] = _typical([points.rates() for _ in range(rounds)])
     return found
 
 
@@ -287,6 +290,7 @@ class _Points:
     files: list[Bundle]  # what is read
     reader: RecordReader
     predictor: Predictor | None  # what names the neurons of a job; None for an oracle
+    seconds: float  # of each point
 
     def rates(self) -> dict[str, Table]:
         """Return all rates; without those for which there is too little memory."""
@@ -314,7 +318,7 @@ class _Points:
                 numbers = np.sort(rng.choice(neurons, count, replace=False))
                 self._read(*self._somewhere(rng, numbers), target, np.arange(count))
 
-            rates.append((float(count), count * nbytes / seconds_per_call(call, SECONDS, before=others.sum)))
+            rates.append((float(count), count * nbytes / seconds_per_call(call, self.seconds, before=others.sum)))
         return {"read": tuple(reversed(rates))}
 
     def _somewhere(self, rng: np.random.Generator, numbers: IntArray) -> tuple[Bundle, IntArray]:
@@ -379,7 +383,7 @@ class _Points:
         return fill(torch.empty(tokens, self.form.width, dtype=self.dtype, device=self.machine.compute), 1.0)
 
     def _seconds(self, call: Callable[[], object], others: Tensor) -> float:
-        return seconds_per_call(lambda _: call(), SECONDS, self.machine, others.sum)
+        return seconds_per_call(lambda _: call(), self.seconds, self.machine, others.sum)
 
 
 def _records(form: RecordForm, memory: Tensor) -> Tensor:

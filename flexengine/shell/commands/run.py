@@ -43,7 +43,7 @@ _VERIFY = """
 """
 _DRY_RUN = """
 --dry-run  print the plan and its predictions, and generate nothing; the first time, this converts the model if it must
-           be converted, and measures the model's layers for about two seconds; flexengine plan also
+           be converted, and measures the model's layers for 2 to 6 seconds; flexengine plan also
            plans for other machines
 """
 _LOSSY = """\
@@ -185,7 +185,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         planner = engine.planner
         planner.choose_lossy(workload)
         planner.check(workload)  # raises OutOfMemory before measuring if no row fits
-        planner.rates.measure_quickly(planner.rates.known())
+        planner.rates.measure_quickly()
         plan, hardware = planner.plan(workload), planner.rates.known()
         assert plan.layout is not None
         if message := left_out(workload, plan.largest, plan.refusal):
