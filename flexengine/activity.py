@@ -396,4 +396,5 @@ def _serial(to: Listener) -> Listener:
         with lock:
             to(record)
 
+    take.calls_me = lock._is_owned  # type: ignore[attr-defined]  # whether the present thread is within a call
     return take

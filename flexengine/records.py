@@ -24,6 +24,7 @@ from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown
 from flexengine.words import command_words, python_words
 
 T = TypeVar("T")
+DEPTH = 8  # of lists and objects in each other that are brought into Python's form
 _LARGEST = sys.float_info.max
 _FIELDS = "an object of fields"  # a record, unless other text says that it must be given as one
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Mapping: "an object"}
@@ -119,13 +120,16 @@ def checked(rule: Allowed, name: str, value: Any) -> Any:
     refuse(name, value, rule.text)
 
 
-def plain(value: Any) -> Any:
-    """Return a value with numbers and arrays of numpy, pandas or torch as Python's, also in lists and objects."""
+def plain(value: Any, depth: int = DEPTH) -> Any:
+    """Return a value with numbers and arrays of numpy, pandas or torch as Python's, also in lists and objects, which
+    are taken as they are from a depth on."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
-    return {plain(key): plain(each) for key, each in value.items()} if type(value) is dict else value
+    if type(value) in (list, tuple) and depth:
+        return type(value)(plain(each, depth - 1) for each in value)
+    if type(value) is dict and depth:
+        return {plain(key): plain(each, depth - 1) for key, each in value.items()}
+    return value
 
 
 def check_argument(name: str, value: object, kind: Any) -> None:
@@ -194,7 +198,7 @@ def load(kind: type[T], path: str | Path, what: str, names: shipped.Kind | None 
         what: kind of file, for messages; errors as for `read_object` and `read`.
         names: kind of shipped files; None if there are none of this kind.
     """
-    if names is not None and not os.path.exists(path):
+    if names is not None and (os.path.isdir(path) or not os.path.exists(path)):
         path = python_words(shipped.find_file)(names, os.fspath(path))
     return read(kind, read_object(path, what), f"{what} {path}")
 

@@ -20,18 +20,21 @@ _NAMES = {
     "calibration-text": "calibrate",
     "layer-bits": "weights",
 }
-# Commands with their options stay as they are. An option may be followed by its name in Python, or by a number.
-_OPTION = re.compile(
-    r"(?:flexengine|gguf-split|pip) [a-z-]+(?: (?!or\b|and\b)[^\s;,()]+)*"
-    r"|--[a-z][a-z-]*(?: '[^']*'| [^\s();]+)? \(([^()]+) in Python\)|(?<![\w-])"
-    r"--(?!ulimit|again)([a-z][a-z-]*[a-z])(?: (?=\d))?"
+# Commands with their options stay as they are, as do the user's own texts: in quotes, and paths. An option may be
+# followed by its name in Python, or by a number.
+_WORDS = re.compile(
+    r"(?P<kept>(?:flexengine|gguf-split|pip) [a-z-]+(?: (?!or\b|and\b)[^\s;,()]+)*"
+    r"|(?<!\w)['\"\[{].{75} \.\.\."  # cut by `errors.shown`
+    r"|(?<!\w)'(?:[^'\\]|\\.)*'(?!\w)"
+    r'|"(?:[^"\\]|\\.)*"'
+    r"|(?<![^\s(])(?!--)[^\s(/]*/\S*)"
+    r"|--[a-z][a-z-]*(?: '[^']*'| [^\s();]+)? \((?P<python>[^()]+) in Python\)"
+    r"|(?<![\w-])--(?!ulimit|again)(?P<option>[a-z][a-z-]*[a-z])(?P<number> (?=\d))?"
+    r"|\b(?P<before>(?:is|are|or|to|be|holds) (?=null\b)|(?:is|to) (?=(?:true(?! or false)|false)\b))"
+    r"(?P<value>null|true|false)"
+    r"|\btrue or false\b"
 )
-_VALUES = (
-    (r"\b(is|are|or|to|be|holds) null\b", r"\1 None"),
-    (r"\btrue or false\b", "True or False"),
-    (r"\b(is|to) true\b", r"\1 True"),
-    (r"\b(is|to) false\b", r"\1 False"),
-)
+_VALUES = {"null": "None", "true": "True", "false": "False", None: "True or False"}
 _command = ContextVar("whether messages have the words of the command", default=False)
 
 
@@ -56,14 +59,15 @@ def in_python(text: str) -> str:
 
 
 def _in_python(text: str) -> str:
-    text = _OPTION.sub(lambda found: found[1] or (_named(found[0], found[2]) if found[2] else found[0]), text)
-    for words, others in _VALUES:
-        text = re.sub(words, others, text)
-    return text
+    return _WORDS.sub(_worded, text)
 
 
-def _named(option: str, name: str) -> str:
-    return _NAMES.get(name, name.replace("-", "_")) + "=" * option.endswith(" ")
+def _worded(found: re.Match[str]) -> str:
+    if (kept := found["kept"] or found["python"]) is not None:
+        return kept
+    if (name := found["option"]) is not None:
+        return _NAMES.get(name, name.replace("-", "_")) + "=" * bool(found["number"])
+    return (found["before"] or "") + _VALUES[found["value"]]
 
 
 def reword(error: Exception) -> None:

@@ -233,8 +233,12 @@ def test_missing_file(tmp_path: Path) -> None:
         Hardware.load("t4")
 
 
-def test_shipped_names_load_in_python() -> None:
-    assert Policy.load("opt-30b") == Policy.load("policies/published/opt-30b.json")
+def test_shipped_names_load_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = Policy.load("opt-30b")
+    assert loaded == Policy.load("policies/published/opt-30b.json")
+    (tmp_path / "opt-30b").mkdir()  # as results of this model, which are no policy
+    monkeypatch.chdir(tmp_path)
+    assert Policy.load("opt-30b") == loaded
     assert Hardware.load("t4-16gb_208gb_ssd") == Hardware.load("policies/hardware/t4-16gb_208gb_ssd.json")
 
 

@@ -27,7 +27,6 @@ from flexengine.lossy import Lossy
 from flexengine.plan.formatting import count
 from flexengine.plan.min_memory import SHORTEST
 from flexengine.records import Limit, check_argument
-from flexengine.words import command_words
 
 if TYPE_CHECKING:
     from flexengine.engine.session import Session  # imports torch, which a job that is finished does not need
@@ -238,7 +237,6 @@ def run_job(
     check_not_overwritten({"input": input}, written)
     with (
         reporting(engine.listener),
-        command_words(),  # errors of rows are those of the command
         InputRows(input, memory=engine.options.given_ram, **reading) as rows,
         open_job(rows, output, given["restart"], given["retry_errors"]) as store,
     ):

@@ -53,7 +53,6 @@ class Job:
         losses: losses of attention workers since a row was finished last.
         in_flight: rows in flight when the last plan ran out of memory.
         stopped: set by any thread to end the job before its next task, with Cancelled.
-        ended: set when the job has ended and has freed its memory.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Job:
         self.summary = core.empty_summary()
         self.progress, self.replanned = Progress(), list[str]()
         self.replans = self.losses = self.in_flight = 0
-        self.stopped, self.ended = threading.Event(), threading.Event()
+        self.stopped = threading.Event()
         self._rows_at_loss = 0  # rows finished when a worker was lost last
         self._feed: Iterator[Request | Row] = iter(())  # rows not started; after a replan, unfinished ones first
         self._load_seconds = 0.0  # before the first sweep, summed over plans

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pkgutil import resolve_name
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -29,10 +30,12 @@ from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 from flexengine.runtime.execute import Cancelled
+from flexengine.tier.memory import keep
 from flexengine.words import in_python, python_words, reword
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_begun: ContextVar[list[Job] | None] = ContextVar("jobs that a call in a thread has begun", default=None)
 _ENDED = {False: "stop() of this engine", True: "close() of this engine"}
 # Imported for pipelines.
 STAGES_DRIVER = "flexengine.guests.stages.remote:Driver"
@@ -81,7 +84,7 @@ class Session:
         self._running: Generator[Result] | None = None
         self._closed, self._process = False, os.getpid()
         self._lock = threading.RLock()  # held while a job begins; a listener may call `close` meanwhile
-        self._thread = 0  # in which the job's generator runs, or ran last
+        self._turn = threading.RLock()  # held while the job's generator is executed or closed
 
     def __enter__(self) -> Self:
         return self
@@ -185,12 +188,16 @@ class Session:
         Examples:
             >>> results = await engine.in_thread(engine.generate, prompts, SamplingParams(max_tokens=32))
         """
-        call = asyncio.ensure_future(asyncio.to_thread(method, *args, **options))
+        jobs: list[Job] = []
+        token = _begun.set(jobs)
+        call = asyncio.ensure_future(asyncio.to_thread(method, *args, **options))  # with a copy of this context
+        _begun.reset(token)
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
             while not call.done():  # it may not have begun yet
-                self.stop()
+                for job in jobs:
+                    job.stopped.set()
                 await asyncio.wait([call], timeout=0.05)
             call.exception()  # as the job was stopped: else asyncio reports that no task has read it
             raise
@@ -206,16 +213,18 @@ class Session:
         with self._lock:
             self._closed = True
             self.stop()
-            running, job = self._running, self._job
-        if running is not None and job is not None:
+        if (
+            self._running is not None and getattr(self.listener, "calls_me", bool)()
+        ):  # the job may be waiting for the listener
+            return
+        with self._turn:
             try:
-                running.close()
-            except ValueError:  # it is being executed
-                if self._thread == threading.get_ident():
-                    return
-                job.ended.wait()
+                if self._running is not None:
+                    self._running.close()
+            except ValueError:  # it is being executed, and has called this
+                return
             self._running = None
-        self._free()
+            self._free()
 
     def _free(self) -> None:
         self.core.close()
@@ -229,13 +238,16 @@ class Session:
             raise InvalidInput(f"this engine is generating already, {where}; let the other call end, or call stop()")
 
     def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise InvalidInput("this engine is closed; open a new Engine")
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise InvalidInput(
                 "this engine was opened before this process was forked, and its threads are in the parent process; open"
                 " an Engine in each process, or start processes by multiprocessing.get_context('spawn')"
             )
-        if self._closed:
-            raise InvalidInput("this engine is closed; open a new Engine")
 
     @python_words
     def stream(self, prompts: Iterable[Any], params: Params | None = None) -> Generator[Result]:
@@ -285,22 +297,31 @@ class Session:
             self.choose_bits()
             self._job = job = Job(self.core, self.planner, self.reader, self.on_sweep, self.load_first, rows)
             self._running = running = reported(self.listener, job.results(prompts, params))
+        if (begun := _begun.get()) is not None:
+            begun.append(job)
         try:
-            self._thread = threading.get_ident()
-            for result in running:
+            while True:
+                with self._turn:
+                    result = next(running, None)
+                    if self._running is not running:
+                        raise InvalidInput("the engine was closed before this stream had ended")
+                if result is None:
+                    return
                 yield result
-                self._thread = threading.get_ident()
-            if self._running is not running:
-                raise InvalidInput("the engine was closed before this stream had ended")
+                del result
+                self._check_process()
         except Cancelled:
             raise InvalidInput(f"the job was ended before all rows were done, by {_ENDED[self._closed]}") from None
         finally:
-            running.close()
-            if self._running is running:
-                self._running = None
-                if self._closed:
-                    self._free()
-            job.ended.set()
+            if os.getpid() != self._process:
+                keep(running)  # never closed: files and memory are the parent's
+            else:
+                with self._turn:
+                    running.close()
+                    if self._running is running:
+                        self._running = None
+                        if self._closed:
+                            self._free()
 
     def _all(
         self,

@@ -28,6 +28,7 @@ from flexengine.model.tokenizer import check_edits
 from flexengine.plan.formatting import count
 from flexengine.plan.workload import Size, Workload
 from flexengine.schedule.prefixes import Stem, order_of, stems_above, stems_of
+from flexengine.words import command_words
 
 Params = SamplingParams | Sequence[SamplingParams]  # of all prompts, or of each prompt
 MEMORY_BYTES = 16 << 20  # of encoded prompts; more is written to a file without a name
@@ -77,7 +78,8 @@ class RequestSpool:
         try:
             pickle.dump(self._packed(item), self._file, pickle.HIGHEST_PROTOCOL)
             self._count += 1
-        except (OSError, pickle.PicklingError, TypeError, AttributeError):  # parameters may be of a class of the user
+        # Parameters may be of a class of the user.
+        except (OSError, pickle.PicklingError, RecursionError, TypeError, AttributeError):
             self.complete = False
             self._file.close()
 
@@ -240,8 +242,9 @@ class PromptReader:
                 continue
             score = "flexengine.engine.scoring:encode_scored"
             encoder = resolve_name(score) if scored else partial(encode, now=self.now)
-            item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary, most=self.most)
             try:
+                with command_words():  # errors of rows are those of the command; `Session.stream` changes them
+                    item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary, most=self.most)
                 if isinstance(item, Request):
                     edits = item.sampling.stop, item.sampling.bad_words, item.sampling.logit_bias
                     if edits != self._checked:
@@ -251,6 +254,8 @@ class PromptReader:
                 yield item
             except InvalidInput as error:
                 yield row.refused(str(error))
+            except RecursionError:
+                yield row.refused("a field is nested too deeply")
 
     def _report_unused(self, variables: Iterable[str]) -> None:
         """Report variables that no chat template of the model has, once each: transformers ignores them silently."""

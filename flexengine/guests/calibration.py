@@ -24,6 +24,7 @@ from flexengine.guests.flash import traces
 from flexengine.guests.flash.traces import Magnitudes
 from flexengine.lossy import BUNDLED, Lossy, weights_text
 from flexengine.model.encoding import ImportanceRecorder, Importances, encoded, forms, load_importances
+from flexengine.model.files import config_digest
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import save
 from flexengine.model.tokenizer import opening, spread, token_ids
@@ -77,7 +78,7 @@ class Calibration:
                 found = measured()
             write(found, directory / file)
 
-        key = json.dumps({kind[0]: kind[1], "rows": self.digest, "dtype": str(core.dtype)})
+        key = _key(core, {kind[0]: kind[1], "rows": self.digest})
         label = f"{kind[0]}, " * (file != FILE) + str(core.dtype).removeprefix("torch.")
         return prepared(core.source.directory, core.opened.given, build, key, core.verifier, label) / file
 
@@ -96,6 +97,11 @@ class Calibration:
     def _watch(self, watching: AbstractContextManager[None], score: Score) -> None:
         with watching:
             check_read(score([row[:-1] for row in self.rows], [row[-1:] for row in self.rows]))
+
+
+def _key(core: Core, parts: dict[str, Any]) -> str:
+    """Return the key of what was computed with an engine's model, besides its weights. parts: of this kind."""
+    return json.dumps({**parts, "config": config_digest(core.opened.given), "dtype": str(core.dtype)})
 
 
 def check_read(results: Sequence[Result]) -> None:
@@ -224,10 +230,8 @@ class Bits:
             with _explained(f"measuring harms with {core.source.directory} failed"):
                 self._measure(text.rows[:: ROWS // PROBE_ROWS], importances, directory / HARMS)
 
-        key = {"harms": HARMS_VERSION, "importances": importances.digest, "format": PROBE, "dtype": str(core.dtype)}
-        path = (
-            prepared(core.source.directory, core.opened.given, build, json.dumps(key), core.verifier, "harms") / HARMS
-        )
+        key = _key(core, {"harms": HARMS_VERSION, "importances": importances.digest, "format": PROBE})
+        path = prepared(core.source.directory, core.opened.given, build, key, core.verifier, "harms") / HARMS
         if len(found := _harms_in(path)) != core.skeleton.total:
             raise BadCheckpoint(
                 f"{path} does not hold the harms of {core.skeleton.total} layers; remove its directory to measure again"

@@ -8,6 +8,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
+from flexengine.records import DEPTH
 
 OVERRIDES = tuple(f.name for f in fields(SamplingParams))
 VARIABLES = "chat_template_kwargs"
@@ -134,10 +135,10 @@ def own_sampling(request: Mapping[str, Any], defaults: SamplingParams) -> Sampli
     return replace(defaults, **own) if own else defaults
 
 
-def whole(value: Any) -> Any:
+def whole(value: Any, depth: int = DEPTH) -> Any:
     """Return the value with floats that are whole numbers as int, also those in a list: pandas writes 8 as 8.0. Numbers
-    and arrays of numpy or torch become Python's."""
+    and arrays of numpy or torch become Python's. Lists in lists are taken as they are from a depth on."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list | tuple):
-        return [whole(each) for each in value]
+    if isinstance(value, list | tuple) and depth:
+        return [whole(each, depth - 1) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

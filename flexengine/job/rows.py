@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
@@ -80,20 +81,28 @@ def row_of(prompt: object, index: int) -> Row:
         return Row(index, 0, {"prompt": prompt})
     if isinstance(prompt, Mapping):  # pandas has NaN for no value
         cells = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in prompt.items()}
-        return Row(index, 0, {k: v for k, v in cells.items() if not (isinstance(v, float) and math.isnan(v))})
+        return Row(index, 0, {k: v for k, v in cells.items() if not _is_missing(v)})
     return Row(index, 0).refused(f"is {json_kind(prompt)}; it must be a string or an object with the fields of a row")
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value is one of those that say that there is none: NaN and NaT, or NA of pandas."""
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float | Decimal) and bool(value != value)
 
 
 def refuse_table(name: str, value: Any) -> None:
     """Raise InvalidInput for a table of pandas, polars or pyarrow: an iteration yields the names of its columns, or the
     columns. name: of the argument."""
-    if isinstance(value, str | Mapping) or not hasattr(value, "columns"):
+    if isinstance(value, str | Mapping) or callable(getattr(value, "columns", callable)):
         return
-    names = [str(each) for each in getattr(value, "column_names", value.columns)]
+    names = list(getattr(value, "column_names", value.columns))
     column = next((each for each in ("prompt", "text", *names) if each in names), "prompt")
     method = {"polars": "to_list", "pyarrow": "to_pylist"}.get(type(value).__module__.partition(".")[0], "tolist")
     raise InvalidInput(
-        f"{name} is a {type(value).__name__} with columns {shown(names)}; name the column: df[{column!r}].{method}()"
+        f"{name} is a {type(value).__name__} with columns {shown(list(map(str, names)))};"
+        f" name the column: df[{column!r}].{method}()"
     )
 
 

@@ -1,8 +1,9 @@
 """Files of a model directory, which may be untrusted: `regular_file` checks every file before it is opened."""
 
+import hashlib
 import json
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,14 @@ def read_json(file: Path, most: int) -> Any:
         raise BadCheckpoint(f"{file} is not UTF-8 text: byte {error.start} is wrong") from error
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file} is not JSON: {json_fault(error)}") from error
+
+
+def config_digest(files: Sequence[Path]) -> str:
+    """Return the digest of the config.json beside a checkpoint's files; "" for a .gguf file, which holds its own. What
+    was computed with the model depends on it, besides the weights."""
+    if not files or files[0].suffix.lower() == ".gguf" or not (config := files[0].with_name("config.json")).is_file():
+        return ""
+    return hashlib.sha256(config.read_bytes()).hexdigest()[:32]
 
 
 def indexed_files(index: Path) -> list[Path]:

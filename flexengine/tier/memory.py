@@ -153,3 +153,8 @@ class MemoryTier(Tier):
     def store(self, source: torch.Tensor, region: Region) -> None:
         load_kernels().convert(source.view(-1), self.view(region))
         self.count(written=region.nbytes)
+
+
+def keep(value: object) -> None:
+    """Let an object live until the process has ended, beyond Python's own end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

@@ -3,12 +3,16 @@
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,10 @@ import pytest
 import torch
 
 from flexengine import Engine, EngineOptions, Hardware, InvalidInput, Links, Lossy, Policy, SamplingParams, TooLittle
-from flexengine.activity import activity, message, reporting
+from flexengine.activity import Activity, activity, message, reporting
+from flexengine.engine.job import Job
+from flexengine.errors import shown
+from flexengine.job.rows import refuse_table, row_of
 from flexengine.words import command_words, in_python
 from tests.helpers.speaker import make_speaker
 
@@ -28,8 +35,9 @@ FRAME = pd.DataFrame({"text": TEXTS, "label": [0, 1]})
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-def opened(directory: Path) -> Engine:
-    return Engine(directory, device="cpu", device_mem="1G", policy=Policy(gpu_batch_size=4, num_gpu_batches=1))
+def opened(directory: Path, **options: Any) -> Engine:
+    policy = Policy(gpu_batch_size=4, num_gpu_batches=1)
+    return Engine(directory, device="cpu", device_mem="1G", policy=policy, **options)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +83,22 @@ def test_a_table_of_pyarrow_is_refused_with_its_own_remedy(engine: Any) -> None:
     table = pytest.importorskip("pyarrow").table({"prompt": TEXTS})
     with pytest.raises(InvalidInput, match=r"a Table with columns .*df\['prompt'\].to_pylist\(\)"):
         engine.generate(table)
+
+
+def test_names_of_columns_that_are_no_text() -> None:
+    with pytest.raises(InvalidInput, match=r"columns \[\"0\", \"1\"\]; name the column: df\[0\].tolist\(\)$"):
+        refuse_table("prompts", pd.DataFrame([[1, 2]]))
+
+    class Cursor(list[str]):
+        def columns(self) -> None:
+            """As rows of databases have."""
+
+    refuse_table("prompts", Cursor())
+
+
+def test_fields_without_a_value_are_left_out() -> None:
+    missing = [float("nan"), np.float32("nan"), pd.NA, pd.NaT, Decimal("nan")]
+    assert row_of({"prompt": "a", **{f"x{i}": each for i, each in enumerate(missing)}}, 0).fields == {"prompt": "a"}
 
 
 def test_a_column_is_a_list(engine: Any) -> None:
@@ -149,7 +173,9 @@ def test_scalars_of_numpy_are_numbers(engine: Any, tmp_path: Path) -> None:
 # Words.
 
 
-def test_messages_name_arguments_and_none(engine: Any, directory: Path, tmp_path: Path) -> None:
+def test_messages_name_arguments_and_none(
+    engine: Any, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for options, said in (
         ({"device_mem": "1X"}, "device_mem is '1X'; it must be a number of bytes"),
         ({"worker_mem": "1G"}, "^worker_mem is 1G, but there are no attention workers; set attention_workers, or"),
@@ -164,12 +190,36 @@ def test_messages_name_arguments_and_none(engine: Any, directory: Path, tmp_path
     (tmp_path / "out.jsonl").write_text("mine")
     with pytest.raises(InvalidInput, match="or give restart=True to"):
         engine.run_job(rows, tmp_path / "out.jsonl")
+    (table := tmp_path / "in.csv").write_text("prompt,seed\nOne,2\n")
+    messages = list[str]()
+    monkeypatch.setattr(engine, "listener", lambda record: messages.append(record.text))
+    engine.run_job(table, tmp_path / "table.jsonl", SHORT)
+    assert "; row_options=True makes such columns options" in " ".join(messages)
+    (rows := tmp_path / "in.jsonl").write_text('{"prompt": "One", "ignore_eos": "--chat"}\n')
+    engine.run_job(rows, tmp_path / "rows.jsonl", SHORT)  # errors of rows are those of the command
+    error = json.loads((tmp_path / "rows.jsonl").read_text())["error"]
+    assert error == "line 1: ignore_eos is '--chat'; it must be true or false"
     for text, words in {
         "give --chat (chat=True in Python) to run": "give chat=True to run",
         "raise --device-mem or lower max_tokens": "raise device_mem or lower max_tokens",
         "train: flexengine flash train MODEL --misses 0.1": "train: flexengine flash train MODEL --misses 0.1",
         "n is null; it must be true or false, or null": "n is None; it must be True or False, or None",
-        "stop is 'null -- true'": "stop is 'null -- true'",
+        "it is true or false, not null": "it is True or False, not null",
+        "give --stop-token-id 7 or set it to true": "give stop_token_ids=7 or set it to True",
+        "a user's file, --stop 'a b'": "a user's file, stop 'a b'",
+        **{
+            text: text
+            for text in (
+                "stop is 'null -- true'",
+                "max_tokens is '--chat is null'",
+                'stop is "it\'s to null, --chat"',
+                r"stop is 'a \' is null'",
+                "output a/--chat exists",
+                "(./--device-mem is no file)",
+                "see c:/d/--chat.x",
+                f"n is {shown('--chat is null ' * 9)}; it must be df['a']",
+            )
+        },
         "--prompt-column 'a b' (prompt_column='a b' in Python)": "prompt_column='a b'",
         "join them with `gguf-split --merge` first": "join them with `gguf-split --merge` first",
     }.items():
@@ -210,6 +260,30 @@ def test_a_fork_of_an_engine_is_refused(engine: Any) -> None:
     with open(read) as said:
         assert "open an Engine in each process, or start processes by multi" in said.read()
     assert os.waitpid(child, 0)[1] == 0
+    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
+
+
+@pytest.mark.slow  # forks of a process with torch
+def test_a_fork_within_a_stream_leaves_it_to_the_parent(engine: Any) -> None:
+    """The child can go on to its end, and drop the stream."""
+    stream = engine.stream(TEXTS * 4, SHORT)
+    next(stream)
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        try:
+            next(stream)
+        except InvalidInput as error:
+            stream = None
+            gc.collect()
+            os._exit(5 if "open an Engine in each process" in str(error) else 6)
+        os._exit(7)
+    assert os.waitpid(child, 0)[1] == 5 << 8
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        stream.close()
+        os._exit(5)
+    assert os.waitpid(child, 0)[1] == 5 << 8
+    assert len(tokens(list(stream))) == 7
     assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
 
 
@@ -263,6 +337,26 @@ def test_a_cancelled_task_stops_its_job(engine: Any) -> None:
     assert tokens(asyncio.run(engine.in_thread(engine.generate, TEXTS, SHORT))) == engine.expected
 
 
+def test_a_cancelled_task_leaves_the_jobs_of_others(engine: Any) -> None:
+    async def both() -> Any:
+        began = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        engine.on_sweep = lambda _: loop.call_soon_threadsafe(began.set)
+        first = asyncio.create_task(engine.in_thread(engine.generate, TEXTS, LONG))
+        await began.wait()
+        second = asyncio.create_task(engine.in_thread(time.sleep, 0.1))
+        await asyncio.sleep(0.01)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        return await first
+
+    try:
+        assert len(tokens(asyncio.run(both()))) == 2
+    finally:
+        engine.on_sweep = None
+
+
 def test_a_task_that_is_cancelled_between_results_ends_the_stream(engine: Any) -> None:
     async def reads() -> None:
         for _ in engine.stream(TEXTS, SHORT):
@@ -297,6 +391,47 @@ def test_close_in_a_function_that_the_job_calls(directory: Path) -> None:
     engine.on_sweep = lambda _: engine.close()
     with pytest.raises(InvalidInput, match=r"by close\(\) of this engine"):
         engine.generate(TEXTS, LONG)
+    assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())
+
+
+def test_close_in_a_progress_function_that_another_thread_calls(directory: Path) -> None:
+    """As the watchdog does, while the job waits for the function."""
+    left: list[bool] = []
+
+    def progress(_: Activity) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            engine.close()
+
+    def sweep_ended(_: Any) -> None:
+        thread = threading.Thread(target=engine.listener, args=[Activity("other", "work")], daemon=True)
+        thread.start()
+        thread.join(5)
+        left.append(thread.is_alive())
+
+    engine = opened(directory, progress=progress)
+    engine.on_sweep = sweep_ended
+    with pytest.raises(InvalidInput, match=r"by close\(\) of this engine"):
+        engine.generate(TEXTS, LONG)
+    assert left == [False]
+    assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())
+
+
+def test_several_threads_close_an_engine_whose_stream_waits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its job takes some time to end; meanwhile the stream is asked for its next result."""
+    ends, wait = threading.Event(), Job._write_trace
+    monkeypatch.setattr(Job, "_write_trace", lambda job: (ends.set(), time.sleep(0.1), wait(job)))
+    engine = opened(directory)
+    stream = engine.stream(TEXTS * 4, SHORT)
+    next(stream)
+    threads = [threading.Thread(target=engine.close, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert ends.wait(10)
+    with pytest.raises(InvalidInput, match="the engine was closed before this stream had ended"):
+        next(stream)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
     assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())
 
 

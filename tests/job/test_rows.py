@@ -1,6 +1,7 @@
 """Rows, the places at the beginning of their errors, and their requests. Tokens are judged by the tokenizer itself."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
+from flexengine.engine.survey import PromptReader
 from flexengine.job.foreign import OVERRIDES
 from flexengine.job.rows import Request, Row, encode, row_of, without_place
 
@@ -289,3 +291,21 @@ def test_arrays_and_tensors_are_token_ids(ids: Any) -> None:
     assert isinstance(request, Request)
     assert request.prompt_ids == (3, 4)
     assert all(type(token) is int for token in request.prompt_ids)
+
+
+@pytest.mark.parametrize("deep", ["list", "object"])
+def test_a_row_that_is_nested_deeply_is_an_error_row(deep: str) -> None:
+    """Whatever its field; the rows after it run."""
+    value: Any = 1
+    for _ in range(5000):
+        value = [value] if deep == "list" else {"a": value}
+    rows = [Row(0, 0, {"prompt": "a", name: value}) for name in ("prompt", *OVERRIDES)]
+    rows += [Row(0, 0, {name: value}, scored=True) for name in ("prompt_token_ids", "messages", "text")]
+    rows += [Row(0, 0, {"context": "a", name: value}, scored=True) for name in ("continuation", "choices")]
+    skeleton: Any = SimpleNamespace(
+        context_length=100, head=(0, (len(WORDS),)), head_module=SimpleNamespace(step=SimpleNamespace(fault=None))
+    )
+    reader = PromptReader(make_tokenizer(), skeleton, True)
+    *found, last = reader.requests([*rows, "a"], DEFAULTS)
+    assert isinstance(last, Request)
+    assert [row for row, item in zip(rows, found, strict=True) if isinstance(item, Request)] == []

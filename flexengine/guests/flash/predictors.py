@@ -22,6 +22,7 @@ from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.guests.flash.feed_forward import Blocks
 from flexengine.guests.flash.traces import NeuronSharing
+from flexengine.model.files import config_digest
 from flexengine.model.linear import Product
 from flexengine.model.prepare import fingerprint, hold
 from flexengine.model.shards import check_finite, save
@@ -160,7 +161,7 @@ class Trained:
 
 def checkpoint_key(files: Sequence[Path]) -> str:
     """Return the key of the checkpoint that predictors belong to. files: as for `model.prepare.prepared`."""
-    return fingerprint(files, "predictors")
+    return fingerprint(files, f"predictors {config_digest(files)}")
 
 
 class _Stored(msgspec.Struct, frozen=True):

@@ -305,7 +305,8 @@ def predictors(engine: Engine, text: TrainingText, settings: Settings) -> Traine
             raise
         trained.write(made, checkpoint, directory)
 
-    what = json.dumps({"predictors": VERSION, "files": trained.VERSION, "dtype": str(core.dtype), **about})
+    made_with = {"predictors": VERSION, "files": trained.VERSION, "checkpoint": checkpoint, "dtype": str(core.dtype)}
+    what = json.dumps({**made_with, **about})
     sparse = "" if core.lossy.sparsify is None else f" of {core.lossy.sparsify:.1%} sparsified neurons"
     label = f"predictors{sparse}, {settings.misses:.1%} misses"
     directory = prepared(core.source.directory, files, build, what, core.verifier, label)

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,3 +230,20 @@ def test_what_has_no_use_for_it_is_refused(lossy: dict[str, Any]) -> None:
 
 def test_what_can_be_fitted() -> None:
     assert set(FITTED) == {name for name, codec in CODECS.items() if codec.fitted}
+
+
+def test_models_with_other_configs_are_calibrated_apart(own_cache: Path, tmp_path: Path) -> None:
+    """Though their weights are equal."""
+    made = list[str]()
+    for name, config in (("a", "relu"), ("b", "gelu"), ("c", "relu")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+        (tmp_path / name / "config.json").write_text(config)
+        opened = SimpleNamespace(given=[tmp_path / name / "model.safetensors"])
+        source = SimpleNamespace(directory=tmp_path / name)
+        core: Any = SimpleNamespace(source=source, opened=opened, dtype="float32", verifier=None)
+        file = Calibration(((1, 2),))._prepared(
+            core, ("calibration", 1), "found", lambda name=name: name, lambda found, path: path.write_text(found)
+        )
+        made.append(file.read_text())
+    assert made == ["a", "b", "a"]

@@ -102,6 +102,8 @@ def test_the_digest_of_the_latest_is_that_of_its_files(own_cache: Path, tmp_path
     assert Latest([weights]).digest() == ""
     made = prepared(weights, [weights], lambda path: write(TRAINED, checkpoint_key([weights]), path), "one")
     assert Latest([weights]).digest() == load(made, checkpoint_key([weights]), BLOCKS).digest
+    (tmp_path / "config.json").write_text('{"hidden_act": "relu"}')
+    assert Latest([weights]).digest() == ""
 
 
 def test_tensors_are_views_of_the_file(directory: Path) -> None:
