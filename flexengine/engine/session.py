@@ -276,7 +276,7 @@ class Session:
         """
         self._check_open()
         refuse_table("prompts", prompts)
-        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        if isinstance(prompts, str | bytes | Mapping | set | frozenset) or not isinstance(prompts, Iterable):
             raise InvalidInput(f"prompts is {shown(prompts)}; it must be a list of prompts")
         if isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params):
             prompts = list(prompts)

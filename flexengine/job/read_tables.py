@@ -125,6 +125,8 @@ def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[Ta
     found = csv_records(file, source.delimiter, read_json.MAX_LINE_BYTES)
     records = ((line, cells, fault and fault.replace(_AS_UTF8, _OF_EXCEL)) for line, cells, fault in found)
     line, columns, fault = next(records, (0, [], "it is empty"))
+    if columns == ["sep=", ""]:  # as programs write it for Excel: sep=;
+        line, columns, fault = next(records, (0, [], "it is empty"))
     if fault:
         fault = f"line {line} {fault}" if line else fault
         raise InvalidInput(f"input {source.name} has no header line that names the columns: {fault}")

@@ -82,7 +82,8 @@ def row_of(prompt: object, index: int) -> Row:
     if isinstance(prompt, Mapping):  # pandas has NaN for no value
         cells = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in prompt.items()}
         return Row(index, 0, {k: v for k, v in cells.items() if not _is_missing(v)})
-    return Row(index, 0).refused(f"is {json_kind(prompt)}; it must be a string or an object with the fields of a row")
+    must = "it must be a string or an object with the fields of a row, such as prompt_token_ids"
+    return Row(index, 0).refused(f"is {json_kind(prompt)}; {must}")
 
 
 def _is_missing(value: Any) -> bool:

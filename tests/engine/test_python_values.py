@@ -123,9 +123,11 @@ def test_missing_values_are_error_rows(engine: Any) -> None:
     results = engine.generate(pd.Series(["One two", None, float("nan"), "Three"], dtype=object), SHORT)
     assert [result.token_ids for result in results if result.error is None] == engine.expected
     assert [result.error for result in results[1:3]] == [
-        "prompt 1: is None; it must be a string or an object with the fields of a row",
-        "prompt 2: is a number; it must be a string or an object with the fields of a row",
+        "prompt 1: is None; it must be a string or an object with the fields of a row, such as prompt_token_ids",
+        "prompt 2: is a number; it must be a string or an object with the fields of a row, such as prompt_token_ids",
     ]
+    with pytest.raises(InvalidInput, match=r"prompts is {'One'}; it must be a list of prompts"):
+        engine.generate({"One"}, SHORT)  # a set has another order in each process
     with pytest.raises(InvalidInput, match="prompts is None; it must be a list of prompts"):
         engine.generate(None)
     with pytest.raises(InvalidInput, match="messages is None; it must be a list"):

@@ -157,6 +157,8 @@ def test_a_german_export_of_excel(tmp_path: Path) -> None:
     text = 'Nr;Bewertung;Preis\r\n1;"Schön; aber teuer";25,30\r\n2;Gut;3,10\r\n'
     rows = rows_of(tmp_path, text.encode("utf-8-sig"), "in.csv", delimiter=";", template="{Bewertung} ({Preis})")
     assert [row.request["prompt"] for row in rows] == ["Schön; aber teuer (25,30)", "Gut (3,10)"]
+    named = rows_of(tmp_path, ("sep=;\r\n" + text).encode(), "sep.csv", delimiter=";", template="{Bewertung}")
+    assert [(row.line, row.request["prompt"]) for row in named] == [(3, "Schön; aber teuer"), (4, "Gut")]
     old = rows_of(tmp_path, text.encode("cp1252"), "old.csv", delimiter=";", prompt_column="Bewertung")
     assert [row.error is None for row in old] == [False, True]
     assert str(old[0].error).endswith("(Excel: CSV UTF-8), or convert it: iconv -f WINDOWS-1252 -t UTF-8")

@@ -138,6 +138,7 @@ def last_line(job: "JobStore", output: str | None, summary: dict[str, Any]) -> s
     """
     if summary:
         all_runs = f"; {job.done + job.failed} of {job.total} rows with those of earlier runs" if job.resumed else ""
+        all_runs += f" ({job.failed} with errors)" if job.resumed and job.failed else ""
         return summary_line(summary) + all_runs + (f"; results are in {output}" if output else "")
     if not job.done and not job.failed:
         return f"0 rows done: {job.rows.path} has no rows"
