@@ -113,7 +113,6 @@ def replies(
         yield "unit", (number, total)
         seen, skip, step = 0, done if number == first else 0, size if number == first else ROWS[0]
         for batch in batches:
-            _limit_time()
             for start in range(0, batch.num_rows, step):
                 piece = batch.slice(start, step)
                 new = piece.slice(max(0, skip - seen))
@@ -268,6 +267,7 @@ def _serve(most: str, request: str) -> None:
                     value = value[0] + own, value[1]
                 pickle.dump((kind, value), target, pickle.HIGHEST_PROTOCOL)
                 target.flush()
+                _limit_time()
         except MemoryError:
             os._exit(1)
         except BrokenPipeError:

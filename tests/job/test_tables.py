@@ -5,6 +5,7 @@ import decimal
 import io
 import json
 import pickle
+import resource
 
 import pytest
 from hypothesis import given, settings
@@ -226,11 +227,13 @@ def test_a_row_above_the_limit_is_one_error_row(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
     monkeypatch.setattr(arrow_sizes, "PART_BYTES", 500)
     table = pa.table({"prompt": ["a", "b" * 990, "c", "d", "e"], "x": [[1], [], [1] * 40, [1] * 20, []]})
+    limits = resource.getrlimit(resource.RLIMIT_CPU)
     sent = here_replies(arrow_file(tmp_path / f"t{suffix}", table))
     rows = [row for kind, value in sent if kind == "rows" for row in value]
     assert [row.fault is None for row in rows] == [True, False, False, True, True]
     assert rows[1].fault.startswith("is longer than ")
     assert [row.fields.get("prompt") for row in rows] == ["a", None, None, "d", "e"]
+    assert resource.getrlimit(resource.RLIMIT_CPU) == limits  # of this process; the other one sets its own
 
 
 def repeated_text(pa, count, size):
