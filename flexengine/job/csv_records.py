@@ -11,7 +11,7 @@ from flexengine.job.read_json import BOM, MAX_VALUES, skip_blank, too_long, too_
 CsvRecord = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
 _LINE_END = b"\r\n"
 _LINE_COST = 256  # bytes that take as long to read again as a line does
-_MOST_DEAD = 2**18  # places that are remembered
+_MOST_DEAD = 2**9  # places that are remembered
 _LATE_BYTES = 2**16  # of a quoted cell in text that was read again too often
 
 

@@ -29,6 +29,7 @@ from flexengine.activity import activity, advance, tick
 from flexengine.config import cache_root, mark_used, sync_path
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums, write_sums
+from flexengine.read_retries import opened
 
 FORMAT = 3  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
@@ -142,7 +143,7 @@ def _marks(file: Path) -> str:
     content only where ctime does not change: if a program changes the middle of the file through a memory map that it
     had written through before, or if a file system with fixed times (squashfs, some of FUSE) is made anew.
     """
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         about = os.fstat(stream.fileno())
         ends = hashlib.sha256(stream.read(_END))
         stream.seek(max(0, about.st_size - _END))

@@ -167,6 +167,7 @@ def test_requests_of_rows() -> None:
     assert sorted(more) == list(range(8, 8 + 40 * 12, 12))
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_planted_predictors_are_found(tmp_path: Path) -> None:
     model = make(TINY, tmp_path, workers=1)
     files = sorted(model.glob("*.safetensors"))

@@ -34,7 +34,8 @@ def test_the_second_converts_compiles_and_encodes_nothing(tmp_path: Path, own_ca
     model, ran = tiny_gguf(tmp_path / "m.gguf"), []
     for name in ("one", "two"):
         folder = tmp_path / name
-        shutil.copytree(Path(flexengine.__file__).parent, folder / "flexengine")
+        for part in ("flexengine", "policies"):
+            shutil.copytree(Path(flexengine.__file__).parents[1] / part, folder / part)
         given = shutil.copyfile(model, folder / f"model-{name}.gguf")
         preload = shutil.copy(openmp_runtime() or pytest.skip("torch has no OpenMP library of its own"), folder)
         environment = os.environ | {"PYTHONPATH": str(folder), "LD_PRELOAD": str(preload)}

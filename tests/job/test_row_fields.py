@@ -75,7 +75,7 @@ def test_columns_of_tables_are_data(tmp_path: Path, suffix: str) -> None:
     assert said == [
         "results have fields error, index, samples and scores, so the output has those of the input as input_error,"
         " input_index, input_samples and input_scores",
-        f"columns {', '.join(data[:-1])} and {data[-1]} are data; --row-options (row_options=True in Python) makes such"
+        f"columns {', '.join(data[:-1])} and {data[-1]} are data; row_options=True makes such"
         " columns options of their rows",
     ]
 

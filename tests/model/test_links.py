@@ -26,7 +26,7 @@ def linked(families: Any, tmp_path: Path) -> Path:
 
 def test_links_are_read_if_they_are_allowed(linked: Path, families: Any) -> None:
     family = families("llama")
-    with pytest.raises(BadCheckpoint, match=r"is a link to .*, outside .*give --allow-symlinks if you trust"):
+    with pytest.raises(BadCheckpoint, match=r"is a link to .*, outside .*give allow_symlinks=True if you trust"):
         Engine(str(linked), device="cpu")
     with Engine(str(linked), device="cpu", allow_symlinks=True) as engine:
         results = engine.generate(family.rows[:2])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from flexengine.errors import OutOfMemory
+from flexengine.errors import OutOfMemory, size
 from flexengine.places import TIERS
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Capacity
@@ -297,7 +297,7 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
         assert limit < error.needed + error.used <= rest + up(one, 4096)
         assert error.needed + error.used >= before_cache
         for number in (error.needed, error.used, error.capacity, error.needed + error.used - limit):
-            assert f"{number:,}" in str(error)
+            assert size(number) in str(error)
         remedy = "set --offload-dir" if tier == "disk" else "give more memory"
         assert f"; {remedy}" in str(error)
         if limit >= rest:

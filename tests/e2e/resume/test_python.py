@@ -192,7 +192,7 @@ def test_a_column_and_a_pipe(job: Job) -> None:
     ({"input": 3}, "input is 3; it must be the name of a file"), ({"output": ""}, "output is ''"),
     ({"output": None}, "it must be the name of a file"), ({"params": {"n": 2}}, "it must be SamplingParams, or None"),
     ({"prompt_column": 4}, "prompt_column is 4"), ({"limit": 0}, "limit is 0; it must be a whole number of at least 1"),
-    ({"limit": True}, "it must be a whole number of at least 1"), ({"restart": 1}, "restart is 1; it must be true or"),
+    ({"limit": True}, "it must be a whole number of at least 1"), ({"restart": 1}, "restart is 1; it must be True or"),
     ({"retry_errors": "no"}, "retry_errors is 'no'"), ({"input": "none.jsonl"}, "input none.jsonl cannot be read"),
     ({"output": "trace.json"}, "trace and output are one file"),
     ({"output": "in.jsonl"}, "output in.jsonl is the input file, whose prompts would be replaced"),

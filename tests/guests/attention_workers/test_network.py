@@ -58,7 +58,7 @@ def test_refusals(families: Any) -> None:
     for given, message in (
         (["here"], "'here' is no address of an attention worker; give HOST:PORT"),
         (["a:1", "b:99999"], "'b:99999' is no address"),
-        (["a:1", "a:1"], "--attention-workers names a:1 twice"),
+        (["a:1", "a:1"], "attention_workers names a:1 twice"),
     ):
         with pytest.raises(InvalidInput, match=message):
             Engine(model, policy=POLICY, attention_workers=given)

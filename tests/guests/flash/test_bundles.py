@@ -126,7 +126,7 @@ def test_bundles_that_were_made_are_found(families: Any, cache: Path) -> None:
     model = opened(families("opt"))
     what = model, find(model.skeleton)
     assert made_bundles(*what) == []
-    assert not list(cache.glob("*"))
+    assert not [path for path in cache.glob("*") if path.suffix != ".sha256"]
     made = prepared(model)
     assert made_bundles(*what) == made
     assert made_bundles(*what, "int4") == []

@@ -144,7 +144,7 @@ def test_a_model_without_a_template(families: Any, asked: Job, tmp_path_factory:
         (no_template, "the model has no chat template"),
         (strict, "the model's chat template refuses a user's message (TemplateError: a system message comes first)"),
     ):
-        message = (f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it out, or"
+        message = (f"chat=True runs prompts as a user's messages, but {reason}; leave it out, or"
                    " take an instruction-tuned")  # fmt: skip
         for more in ((), ("--dry-run",)):
             assert asked("--chat", *COLUMN, "--model", str(directory), *more) == 2
@@ -157,7 +157,7 @@ def test_a_model_without_a_template(families: Any, asked: Job, tmp_path_factory:
 
 
 def test_chat_is_true_or_false(asked: Job) -> None:
-    with pytest.raises(InvalidInput, match="chat is 'yes'; it must be true or false"):
+    with pytest.raises(InvalidInput, match="chat is 'yes'; it must be True or False"):
         in_python(asked, chat="yes")
 
 

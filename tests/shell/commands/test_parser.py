@@ -121,7 +121,9 @@ class TestConfig:
 
     def test_every_option_can_be_in_a_file(self, tmp_path: Path) -> None:
         """A file with each option of `run`, set to another value than its default."""
-        lines = []
+        lines, secret = list[str](), tmp_path / "secret"
+        secret.write_text("x" * 40)
+        secret.chmod(0o600)
         for action in run_parser()._actions:
             name = max(action.option_strings, key=len, default="").removeprefix("--")
             if not name or name in ("help", "version", "config", "verbose"):
@@ -129,7 +131,7 @@ class TestConfig:
             value = (
                 "true" if action.nargs == 0 else "3" if action.type in (int, float)
                 else f'"{list(action.choices)[-1]}"' if action.choices
-                else """'{"7": 1}'""" if action.metavar == "JSON" else '"x"'
+                else """'{"7": 1}'""" if action.metavar == "JSON" else f'"{secret}"' if name == "secret-file" else '"x"'
             )  # fmt: skip
             lines.append(f"{name} = {value}")
         args, plain = self.parse(tmp_path, "\n".join(lines)), run_parser().parse_args([])

@@ -23,7 +23,7 @@ from tests.helpers.job import Job
         (["--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
         (["--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
         (["--device-mem", "lots"], ["--device-mem is 'lots'", "800M, 1.5GB or 16GiB"]),
-        (["--device-mem", "100K", "--device", "sim", "--host-mem", "1M"], ["memory: at least ", ", 100,000 are given"]),
+        (["--device-mem", "100K", "--device", "sim", "--host-mem", "1M"], ["memory: at least ", ", 100 kB are given"]),
         (["--device", "cpu", "--host-mem", "1G"], ["host memory cannot be set for device 'cpu'", "use --device-mem"]),
         (["--stop-token-id", "7", "--stop-token-id", "601"], ["stop_token_ids holds 601", "give ids from 0 to 600"]),
         (["--stop", "x"], ["the checkpoint has no tokenizer", "use stop_token_ids"]),

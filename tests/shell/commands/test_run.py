@@ -38,9 +38,10 @@ def test_rows_in_input_order_with_all_their_fields(job: Job) -> None:
     policy.write_text('{"gpu_batch_size": 2, "num_gpu_batches": 2}')
     assert job("--policy", str(policy)) == 0
     for i, (row, found) in enumerate(zip(rows, job.rows, strict=True)):
-        assert found["index"] == i  # results win over input fields of the same name
+        assert found["index"] == i  # an input field of the same name has another
         assert {k: found[k] for k in row if k != "index"} == {k: v for k, v in row.items() if k != "index"}
-        assert set(found) == {*row, *FIELDS}
+        assert set(found) == {*row, *FIELDS, "input_index"}
+        assert found["input_index"] == "mine"
         assert found["token_ids"] == expected[i][: lengths[i]]
 
 
