@@ -11,7 +11,7 @@ from flexengine.job.read_json import BOM, MAX_VALUES, skip_blank, too_long, too_
 CsvRecord = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
 _LINE_END = b"\r\n"
 _LINE_COST = 256  # bytes that take as long to read again as a line does
-_MOST_DEAD = 2**9  # places that are remembered
+_MOST_DEAD = 2**15  # places that are remembered
 _LATE_BYTES = 2**16  # of a quoted cell in text that was read again too often
 
 
@@ -57,7 +57,7 @@ class _Record:
         self._again = _reader(b"")  # lines of a broken record after its first, to be read again
         self._reread = 0  # bytes of lines that were read again more than once, and _LINE_COST for each
         self._is_again = False  # whether this record begins in `_again`
-        self._dead = set[tuple[int, int]]()  # line and column of cells after which no record ends
+        self._dead = set[int]()  # line (times 2**32) and column of cells after which no record ends
         self.line, self.raw = 1, bytearray()
 
     def begin(self) -> bool:
@@ -89,7 +89,7 @@ class _Record:
             if self.raw.count(mark) >= MAX_VALUES:
                 raise _too_many()
             return str(self._checked(self.raw.rstrip(_LINE_END)), "utf-8").split(delimiter)
-        found, places = list[bytes](), list[tuple[int, int]]()
+        found, places = list[bytes](), list[int]()
         try:
             end = self._scan(mark, found, places)
             if self.raw[end:].strip(_LINE_END):
@@ -103,14 +103,14 @@ class _Record:
             raise _WholeRecord(fault)
         return [str(cell, "utf-8") for cell in found]
 
-    def _scan(self, mark: bytes, found: list[bytes], places: list[tuple[int, int]]) -> int:
+    def _scan(self, mark: bytes, found: list[bytes], places: list[int]) -> int:
         """Add the cells to `found`, and lines and columns of the first ones to `places`. Return where the last ends."""
         at = seen = begin = 0  # begin: of the line of the cell
         line = self.line
         while at >= 0:
             if lines := self.raw.count(b"\n", seen, at):
                 line, begin = line + lines, self.raw.rfind(b"\n", seen, at) + 1
-            seen, place = at, (line, at - begin)
+            seen, place = at, line << 32 | at - begin
             if place in self._dead:
                 raise _DeadEnd("invalid CSV: a quoted cell has no end")
             if len(places) < _MOST_DEAD:

@@ -117,7 +117,7 @@ def test_bundles_are_made_once_and_progress_counts_bytes(families: Any) -> None:
     heard.clear()
     with reporting(heard.append):
         assert prepared(model) == first
-    assert heard == []
+    assert [entry for entry in heard if entry.name != "hashing"] == []  # a young file is hashed again
     assert {b.path.parent for b in prepared(model, "int8")} != {first[0].path.parent}
 
 

@@ -144,16 +144,16 @@ def test_a_model_without_a_template(families: Any, asked: Job, tmp_path_factory:
         (no_template, "the model has no chat template"),
         (strict, "the model's chat template refuses a user's message (TemplateError: a system message comes first)"),
     ):
-        message = (f"chat=True runs prompts as a user's messages, but {reason}; leave it out, or"
+        message = (f"runs prompts as a user's messages, but {reason}; leave it out, or"
                    " take an instruction-tuned")  # fmt: skip
         for more in ((), ("--dry-run",)):
             assert asked("--chat", *COLUMN, "--model", str(directory), *more) == 2
             assert asked.err.count("\n") == 1
-            assert message in asked.err
+            assert f"--chat (chat=True in Python) {message}" in asked.err
         assert not journal_of(asked).exists()
         with Engine(directory) as engine, pytest.raises(InvalidInput) as caught:
             engine.run_job(asked.input, asked.output, prompt_column="question", chat=True)
-        assert message in str(caught.value)
+        assert f"chat=True {message}" in str(caught.value)
 
 
 def test_chat_is_true_or_false(asked: Job) -> None:
