@@ -213,9 +213,8 @@ class Session:
         with self._lock:
             self._closed = True
             self.stop()
-        if (
-            self._running is not None and getattr(self.listener, "calls_me", bool)()
-        ):  # the job may be waiting for the listener
+        # The listener calls this, and the job may be waiting for the listener: the job frees all when it ends.
+        if self._running is not None and getattr(self.listener, "calls_me", bool)():
             return
         with self._turn:
             try:
