@@ -150,6 +150,22 @@ def skeletons() -> Iterator[None]:
         yield
 
 
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("FLEXENGINE_")}
+
+
+@pytest.fixture(autouse=True)
+def unchanged_settings() -> Iterator[None]:
+    """No test leaves environment variables of the package to tests after it, which may run in another process."""
+    before = _settings()
+    yield
+    after = _settings()
+    os.environ.update(before)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    assert after == before
+
+
 @pytest.fixture
 def sigint() -> Iterator[None]:
     """SIGINT interrupts, as in a terminal, in this process and in those that the test starts.

@@ -17,27 +17,27 @@ ALLOWED = {
     "words": set[str](),
     "errors": {"places"},
     "activity": {"words"},
-    "read_retries": set[str](),
     "records": {"errors", "shipped", "words"},
     "config": {"errors", "records"},
     "lossy": {"errors", "records", "config", "words"},
     "places": set[str](),
+    "system": {"errors"},
     "policy": {"errors", "records", "places", "words"},
     "schedule": {"errors", "config", "places", "policy"},
     "plan": {"words", "errors", "records", "activity", "config", "places", "policy", "schedule"},
-    "kernels": {"errors", "activity", "config", "codec"},
+    "kernels": {"errors", "system", "activity", "config", "codec"},
     "codec": {"errors"},
-    "tier": {"errors", "records", "activity", "read_retries", "places", "kernels"},
-    "model": {"errors", "activity", "read_retries", "config", "codec", "kernels"},
+    "tier": {"errors", "records", "system", "activity", "places", "kernels"},
+    "model": {"errors", "activity", "system", "config", "codec", "kernels"},
     "runtime": {"errors", "activity", "places", "schedule"},
     "worker": {"errors", "records", "activity", "config", "lossy", "places", "policy", "schedule", "plan", "codec",
                "kernels", "tier", "model"},
     "job": {"errors", "records", "activity", "config"},
-    "measure": {"errors", "activity", "config", "places", "policy", "plan", "schedule", "codec", "kernels", "tier",
+    "measure": {"errors", "system", "activity", "config", "places", "policy", "plan", "schedule", "codec", "kernels", "tier",
                 "lossy", "model", "runtime", "worker", "__version__"},
     "engine": {"words", "errors", "records", "activity", "config", "lossy", "places", "policy", "schedule", "plan",
                "codec", "kernels", "tier", "model", "runtime", "worker", "job", "measure", "__version__"},
-    "guests": {"errors", "records", "activity", "read_retries", "config", "lossy", "places", "policy",
+    "guests": {"errors", "records", "activity", "system", "config", "lossy", "places", "policy",
                "schedule", "plan", "codec", "kernels", "tier", "model", "runtime", "worker", "measure", "engine",
                "texts", "__version__"},
     "apps": {"errors", "records", "activity", "config", "lossy", "policy", "plan", "job", "engine", "guests", "shipped",
@@ -45,7 +45,7 @@ ALLOWED = {
     "explain": {"errors", "activity", "places", "policy", "schedule", "plan"},
     "report": {"errors", "config", "places", "plan", "explain", "schedule", "doctor", "job", "engine", "__version__"},
     "cachedir": {"model"},
-    "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
+    "doctor": {"errors", "system", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
     "commands": {"words", "errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "plan", "tier",
                  "explain", "kernels", "model", "guests", "worker", "measure", "job", "engine", "report", "apps",
                  "shipped", "texts", "__version__"},
@@ -59,7 +59,7 @@ ALLOWED = {
 }  # fmt: skip
 # A machine is a set of tiers and how they are joined: it answers with plan's Capacity.
 EXCEPTIONS = {("tier.machine", "plan")}
-CUDA = {"tier.cuda", "tier.limits", "runtime.lane", "kernels.cuda"}
+CUDA = {"tier.cuda", "system.limits", "runtime.lane", "kernels.cuda"}
 
 
 class Import(NamedTuple):

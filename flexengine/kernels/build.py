@@ -21,13 +21,16 @@ from pathlib import Path
 from flexengine.activity import activity, advance, message, tick
 from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
+from flexengine.system.limits import usable_memory
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 NATIVE = "-march=native"
 FUSED = "-ffp-contract=off"  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
 FLAGS = ("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC", FUSED)
 COMPILERS = ("c++", "g++", "clang++")  # names to look for
+OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
 SECONDS = 300  # limit of one compiler run
+SOURCE_MEMORY = 400_000_000  # bytes that a compiler takes for one file
 POLL = 0.25  # seconds between two looks at running compilers
 
 
@@ -94,13 +97,20 @@ def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> cty
 
 
 def openmp_runtime() -> str | None:
-    """Return the path of the OpenMP library that torch loaded. Linking it gives one thread pool instead of two."""
+    """Return the path of the OpenMP library that torch calls. Linking it gives one thread pool instead of two. Other
+    packages may have loaded others, as scikit-learn does."""
     try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
+        areas = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+        maps = [(area[0], area[5]) for area in areas if len(area) == 6]
+        torch = next(path for _, path in maps if Path(path).name.startswith("libtorch_cpu."))
+        called = ctypes.cast(ctypes.CDLL(torch).omp_get_max_threads, ctypes.c_void_p).value or 0
+    except (OSError, StopIteration, AttributeError):
         return None
-    match = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps, re.MULTILINE)
-    return match[1] if match else None
+    for area, path in maps:
+        first, _, end = area.partition("-")
+        if int(first, 16) <= called < int(end, 16) and OPENMP.match(Path(path).name):
+            return path
+    return None
 
 
 @cache
@@ -212,7 +222,10 @@ def _compile(compiler: list[str], flags: list[str], sources: Sequence[Path], ope
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = [f"{folder}/{path.stem}.o" for path in sources], f"{folder}/cpu.so"
         pairs = zip(sources, compiled, strict=True)
-        _run(*([*compiler, *flags, "-fopenmp", "-c", str(source), "-o", to] for source, to in pairs), ended=advance)
+        commands = [[*compiler, *flags, "-fopenmp", "-c", str(source), "-o", to] for source, to in pairs]
+        together = max(1, usable_memory() // SOURCE_MEMORY)
+        for first in range(0, len(commands), together):
+            _run(*commands[first : first + together], ended=advance)
         link = [*compiler, "-shared", *compiled, "-o", linked]
         try:
             if openmp is None:

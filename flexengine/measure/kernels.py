@@ -189,31 +189,31 @@ def measure_crosstalk(
         all_pairs = [*(("device", link) for link in links), *combinations(reads, 2), *own]
         few = [("device", link) for link in links if link == "h2d" or (link == reads[0] and files)]
         for lane, other in few if quick else all_pairs:
-            with _work(machine, lane, files) as work, _work(machine, other, files) as others:
-                a, b = _slowdowns(machine, work, others, quick)
+            a, b = _slowdowns(machine, (lane, other), files, quick)
             crosstalk.setdefault(other, {})[lane] = min(1.0, max(0.0, a * (1 - 1 / b)))
             crosstalk.setdefault(lane, {})[other] = min(1.0, max(0.0, b * (1 - 1 / a)))
     return crosstalk
 
 
-def _slowdowns(machine: Machine, first: Calls, second: Calls, quick: bool) -> tuple[float, float]:
+def _slowdowns(machine: Machine, lanes: tuple[str, str], files: Mapping[Path, int], quick: bool) -> tuple[float, float]:
     """Return the factors by which two lanes slow down if both work at the same time. Turns alone and together
-    alternate. quick: make few short turns."""
+    alternate. The memory is free again afterwards. quick: make few short turns."""
     count, window = (QUICK_TURNS, WINDOW / 2) if quick else (TURNS, WINDOW)
-
-    def rate() -> float:
-        def call(number: int) -> None:
-            first(number)
-            machine.synchronize()
-
-        seconds, count = timed(call, window, machine)
-        return count / seconds
-
     turns = list[tuple[float, ...]]()
-    for _ in range(count):
-        tick()
-        alone = rate(), beside(second, WHAT, lambda: time.sleep(window))[0]
-        turns.append((*alone, *beside(second, WHAT, rate)))
+    with _work(machine, lanes[0], files) as first, _work(machine, lanes[1], files) as second:
+
+        def rate() -> float:
+            def call(number: int) -> None:
+                first(number)
+                machine.synchronize()
+
+            seconds, count = timed(call, window, machine)
+            return count / seconds
+
+        for _ in range(count):
+            tick()
+            alone = rate(), beside(second, WHAT, lambda: time.sleep(window))[0]
+            turns.append((*alone, *beside(second, WHAT, rate)))
     one, other, other_beside, one_beside = map(median, zip(*turns, strict=True))
     return one / one_beside, other / other_beside
 

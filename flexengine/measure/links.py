@@ -18,8 +18,8 @@ from flexengine.measure.timing import beside, fill, room, timed, unnoticed
 from flexengine.places import DISK, disks_of, place_of
 from flexengine.plan.hardware import Table
 from flexengine.plan.rates import assumed
+from flexengine.system.limits import usable_memory
 from flexengine.tier.base import ALIGN, Region
-from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
 from flexengine.tier.memory import HUGE, aligned_buffer
 from flexengine.worker.regions import Regions

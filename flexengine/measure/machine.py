@@ -118,10 +118,7 @@ def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
     with unnoticed(machine):
         links = copies(machine, QUICK_SECONDS)
         if cpu is None or not cpu.measured:
-            with Regions(machine) as regions:
-                size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
-                source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
-                copied = 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
+            copied = _copied(machine)
             sweep, each = sweep_seconds(machine, opened.dtype, QUICK_SECONDS)
             own = dict(elementwise=copied, decode_attention=((1.0, ATTENDED * copied),))
             own |= dict(sweep_seconds=sweep or known.sweep_seconds, sequence_seconds=each or known.sequence_seconds)
@@ -132,6 +129,14 @@ def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
         known, name=machine_name(machine), links={**known.links, **links}, checkpoint_read=reads,
         crosstalk={**known.crosstalk, **talk}, **own,
     )  # fmt: skip
+
+
+def _copied(machine: Machine) -> float:
+    """Return the bytes per second that a copy within the device reads and writes; its memory is free again."""
+    with Regions(machine) as regions:
+        size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
+        source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
+        return 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
 
 
 def quick_model(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict[str, Any]:

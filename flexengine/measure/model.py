@@ -52,9 +52,9 @@ def measure_model(
     do not fit in memory or in the time are missing. Takes about ten seconds, or one if `quick`. Afterwards the modules
     have their previous parameters. held: dtype of each parameter on the device. most_tokens: of a gpu_batch."""
     among, layer_seconds, head_seconds = QUICK if quick else (TOKENS, LAYER_SECONDS, HEAD_SECONDS)
-    with torch.no_grad(), unnoticed(machine):
+    with torch.no_grad():
         names = [facts.signature(j) for j in range(len(facts.layers))]
-        with random_weights(skeleton, names, held, machine) as bound:
+        with unnoticed(machine), random_weights(skeleton, names, held, machine) as bound:
             tokens = [n for n in among if n <= most_tokens]
             times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds) if bound else {}
         layers: dict[str, Table] = {}
@@ -65,7 +65,8 @@ def measure_model(
         start = times.get(1, {}).get(START, 0.0)  # of a one-token pass, before its first layer
         if facts.output is None:
             return layers, {}
-        return layers, {facts.head_signature: _head(skeleton, held, machine, start, head_seconds)}
+        with unnoticed(machine):
+            return layers, {facts.head_signature: _head(skeleton, held, machine, start, head_seconds)}
 
 
 def time_layers(

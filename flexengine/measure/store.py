@@ -29,7 +29,7 @@ from flexengine.places import COPIES, DISK, HOST, disks_of, lane_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.rates import assumed, timed
-from flexengine.tier.limits import device_of
+from flexengine.system.limits import device_of
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 

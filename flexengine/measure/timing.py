@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexengine.activity import RunningActivity, activity, message, tick
 from flexengine.runtime.lane import Done, new_lane
-from flexengine.tier.limits import usable_memory
+from flexengine.system.limits import usable_memory
 from flexengine.tier.machine import Machine
 
 MIN_CALLS = 3  # minimum number of timed calls, if the budget allows
@@ -118,7 +118,7 @@ def room(machine: Machine, *tiers: str) -> int:
 
 @contextmanager
 def unnoticed(machine: Machine) -> Iterator[None]:
-    """Restore the ledgers' peaks after the block, as peaks are reported for jobs only."""
+    """Restore the ledgers' peaks after the block, as peaks are reported for jobs only, and give its memory back."""
     ledgers = [tier.ledger for tier in machine.tiers.values()]
     peaks = [ledger.peak for ledger in ledgers]
     try:
@@ -126,6 +126,7 @@ def unnoticed(machine: Machine) -> Iterator[None]:
     finally:
         for ledger, peak in zip(ledgers, peaks, strict=True):
             ledger.peak = max(peak, ledger.used)
+        machine.give_back()
 
 
 def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[RunningActivity]:
@@ -167,13 +168,13 @@ def fill(target: Tensor, scale: float = 0.02) -> Tensor:
         scale: standard deviation of the numbers.
     """
     flat = target.view(-1)
-    generator = torch.Generator().manual_seed(0)
-    count = min(flat.numel(), 1 << 20)
+    generator = torch.Generator(flat.device).manual_seed(0)
+    first = flat[: 1 << 20]  # written in place, as temporary tensors would leave holes between a model's weights
     if flat.dtype == torch.uint8:
-        block = torch.randint(0, 60, (count,), dtype=torch.uint8, generator=generator).to(flat.device)
+        first.random_(0, 60, generator=generator)
     else:
-        block = (torch.randn(count, generator=generator) * scale).to(flat.device, flat.dtype)
-    for start in range(0, flat.numel(), 1 << 20):
+        first.normal_(0.0, scale, generator=generator)
+    for start in range(first.numel(), flat.numel(), 1 << 20):
         part = flat[start : start + (1 << 20)]
-        part.copy_(block[: part.numel()])
+        part.copy_(first[: part.numel()])
     return target

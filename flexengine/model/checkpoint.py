@@ -27,7 +27,7 @@ import torch
 from flexengine.activity import message
 from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.files import ADAPTER_WEIGHTS, check_content, indexed_files, regular_file
-from flexengine.read_retries import opened
+from flexengine.system.read_retries import opened
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}

@@ -29,7 +29,7 @@ from flexengine.model.prepare import fingerprint, prepared
 from flexengine.model.shards import TensorFiles, TensorPart, check_finite, check_room
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
-from flexengine.read_retries import opened
+from flexengine.system.read_retries import opened
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 EDGE_MATRICES = 2  # most matrices in the format of embedding and output projection

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import BadCheckpoint, json_fault
-from flexengine.read_retries import opened
+from flexengine.system.read_retries import opened
 
 # Files of weights, with the function that returns a checkpoint's files and what converts them to safetensors, as
 # module:name, which is imported on first use; None for safetensors. In a directory, by pattern, the first that matches:

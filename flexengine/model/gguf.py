@@ -28,7 +28,7 @@ from flexengine.model.gguf_config import carry_values
 from flexengine.model.gguf_header import GgufTensor, Header, read_header, write_outline
 from flexengine.model.gguf_pre import byte_level, end_tokens
 from flexengine.model.shards import PIECE_BYTES, StoredTensor, check_memory, pieces_of, write_shards
-from flexengine.read_retries import opened
+from flexengine.system.read_retries import opened
 
 _WHOLE_COPIES = 5  # of a tensor in float32 that are in memory if it is converted whole
 _ROWS = 1 << 40  # more than any tensor has

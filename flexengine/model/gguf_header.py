@@ -12,7 +12,7 @@ from typing import Any
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.files import check_content
-from flexengine.read_retries import opened
+from flexengine.system.read_retries import opened
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -20,7 +20,7 @@ from flexengine.activity import activity, advance
 from flexengine.model.checkpoint import read_header
 from flexengine.model.files import SUFFIXES
 from flexengine.model.source import ModelSource
-from flexengine.read_retries import opened
+from flexengine.system.read_retries import opened
 
 WHOLE = 1 << 30  # bytes; models up to this size are hashed completely, which takes about a second
 PLACES = 64  # samples spread evenly over a file of weights

@@ -29,7 +29,7 @@ from flexengine.activity import activity, advance, tick
 from flexengine.config import cache_root, mark_used, sync_path
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums, write_sums
-from flexengine.read_retries import opened
+from flexengine.system.read_retries import opened
 
 FORMAT = 3  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed

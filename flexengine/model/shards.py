@@ -19,7 +19,7 @@ from torch import Tensor
 from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint, OutOfMemory
 from flexengine.model.checkpoint import DTYPES
-from flexengine.read_retries import located
+from flexengine.system.read_retries import located
 
 SHARD_BYTES = 128 * 10**6  # most bytes of a shard of several tensors
 PIECE_BYTES = 1 << 24  # of a tensor that are in memory at a time

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from flexengine.activity import activity, advance
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, read_limited, regular_file, weights_in
-from flexengine.read_retries import opened
+from flexengine.system.read_retries import opened
 
 SUMS = "SHA256SUMS"
 # All files that transformers or flexengine may read in a model directory; the last ones are vocabularies of tokenizers.

@@ -10,8 +10,8 @@ import torch
 
 from flexengine.activity import message
 from flexengine.errors import OutOfMemory
+from flexengine.system.limits import usable_memory
 from flexengine.tier.base import Ledger, Region
-from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
 from flexengine.tier.memory import MemoryTier, mapped
 

@@ -25,10 +25,10 @@ import torch
 
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.kernels import load as load_kernels
+from flexengine.system.limits import usable_cores
 from flexengine.tier.base import ALIGN, Ledger, Region, Tier, aligned
 from flexengine.tier.disk_reads import CHUNK, Chunk, DiskRead, chunks, disk_reads
 from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
-from flexengine.tier.limits import usable_cores
 from flexengine.tier.memory import HUGE, aligned_buffer, mapped
 
 SHORT = CHUNK // 4  # bytes; the helper threads do shorter reads, at the same time

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flexengine.read_retries import located, patiently
+from flexengine.system.read_retries import located, patiently
 from flexengine.tier.base import ALIGN
 
 MOST_PARTS = os.sysconf("SC_IOV_MAX")  # buffers that one system call can fill

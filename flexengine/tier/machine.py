@@ -26,9 +26,9 @@ from flexengine.errors import InvalidInput
 from flexengine.places import MOST_DISKS, Routes, disks_of, place_names, place_of
 from flexengine.plan.hardware import Capacity
 from flexengine.records import Limit, check
+from flexengine.system.limits import device_of, has_gpu, in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.base import ALIGN, Ledger, Throttled, Tier
 from flexengine.tier.disk import DiskTier
-from flexengine.tier.limits import device_of, has_gpu, in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 
 KINDS = ("auto", "cpu", "cuda", "sim")

@@ -52,6 +52,35 @@ def test_nothing_is_built_for_a_model_that_is_not_there(monkeypatch: pytest.Monk
         Engine(str(tmp_path / "none"), device="cpu")
 
 
+def test_the_openmp_library_is_that_of_torch() -> None:
+    """Others may be loaded before or after it: scikit-learn has one of its own."""
+    pytest.importorskip("sklearn")
+    found = set[str]()
+    for order in ("torch, sklearn.utils._openmp_helpers", "sklearn.utils._openmp_helpers, torch"):
+        code = f"import {order}; from flexengine.kernels.build import openmp_runtime; print(openmp_runtime())"
+        found.add(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    (path,) = found
+    assert "scikit" not in path
+
+
+@pytest.mark.parametrize(("free", "together"), [(1, [1, 1, 1]), (900_000_000, [2, 1]), (1 << 40, [3])])
+def test_compilers_at_the_same_time_fit_in_memory(
+    free: int, together: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a small container, six at once would take what the whole job may."""
+    ran = list[int]()
+
+    def run(*commands: list[str], ended: object = None) -> str:
+        ran.append(len(commands))
+        Path(commands[0][commands[0].index("-o") + 1]).touch()
+        return ""
+
+    monkeypatch.setattr(build, "usable_memory", lambda: free)
+    monkeypatch.setattr(build, "_run", run)
+    build._compile(["c++"], [], [tmp_path / f"{name}.cpp" for name in "abc"], None, tmp_path / "library.so")
+    assert ran == [*together, 1]  # the last one links
+
+
 def test_threads_that_call_first_at_once_build_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

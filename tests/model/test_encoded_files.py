@@ -147,7 +147,7 @@ def test_a_disk_that_fails(
     families: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: type[Exception], says: str
 ) -> None:
     """Both threads end, and the next run goes on."""
-    monkeypatch.setattr("flexengine.read_retries.PAUSES", ())
+    monkeypatch.setattr("flexengine.system.read_retries.PAUSES", ())
     known, threads = families("llama"), set(threading.enumerate())
     model, real = opened(known), encoding.in_threads
 

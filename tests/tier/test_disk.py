@@ -13,7 +13,7 @@ import torch
 
 from bench.faults.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.read_retries import PAUSES
+from flexengine.system.read_retries import PAUSES
 from flexengine.tier import disk
 from flexengine.tier.base import Ledger, Throttled
 from flexengine.tier.disk import CHUNK, DiskTier
@@ -285,7 +285,7 @@ def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_read_that_fails_is_tried_again(offloaded: bool, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Whichever read it is; one that goes on failing ends in an error that names file and byte."""
-    monkeypatch.setattr("flexengine.read_retries.PAUSES", [0.0] * len(PAUSES))
+    monkeypatch.setattr("flexengine.system.read_retries.PAUSES", [0.0] * len(PAUSES))
     values = some(5 * CHUNK // 4)
     path = tmp_path / "x"
     path.write_bytes(values.numpy().tobytes())

@@ -103,7 +103,7 @@ def _cached() -> CacheFacts:
 
 def _unwritable(root: Path) -> str:
     """Return why no file can be written to the cache, or to a folder in it; "" if files can be written."""
-    from flexengine.tier.limits import nearest
+    from flexengine.system.limits import nearest
 
     places = [root / name for name in ("prepared", "kernels", "hardware") if (root / name).exists()]
     for place in places or [nearest(root)]:

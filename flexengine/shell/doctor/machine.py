@@ -105,7 +105,7 @@ class _Mount(NamedTuple):
 
 def cpu(root: Path = _ROOT) -> Cpu:
     """Return the processor."""
-    from flexengine.tier.limits import cgroup_cores
+    from flexengine.system.limits import cgroup_cores
 
     fields: dict[str, str] = {}
     for line in (root / "proc/cpuinfo").read_text().splitlines():
@@ -122,7 +122,7 @@ def memory(root: Path = _ROOT) -> MemoryFacts:
     """Return the RAM."""
     import psutil
 
-    from flexengine.tier.limits import cgroup_memory, usable_memory
+    from flexengine.system.limits import cgroup_memory, usable_memory
 
     ram, swap = psutil.virtual_memory(), psutil.swap_memory()
     limit, used = min(cgroup_memory(root), default=(None, None))
@@ -137,7 +137,7 @@ def memory(root: Path = _ROOT) -> MemoryFacts:
 
 def disk(use: str, path: Path, root: Path = _ROOT) -> Disk:
     """Return a directory's file system. The directory may be missing: then that of its nearest parent."""
-    from flexengine.tier.limits import device_of, nearest
+    from flexengine.system.limits import device_of, nearest
 
     there = Path(os.path.realpath(nearest(path)))
     mount = _mount_of(there, root)

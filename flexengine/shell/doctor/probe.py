@@ -21,8 +21,8 @@ from flexengine.kernels.onednn import has_onednn
 from flexengine.places import disks_of
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.shell.doctor.machine import Failed, attempt, compilers
+from flexengine.system.limits import has_gpu
 from flexengine.tier import cuda
-from flexengine.tier.limits import has_gpu
 from flexengine.tier.machine import Machine, make_machine
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

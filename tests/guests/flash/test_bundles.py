@@ -158,7 +158,7 @@ def test_an_interrupted_run_goes_on(families: Any, cache: Path, monkeypatch: pyt
 def test_a_disk_that_fails(
     families: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: type[Exception], says: str
 ) -> None:
-    monkeypatch.setattr("flexengine.read_retries.PAUSES", [])
+    monkeypatch.setattr("flexengine.system.read_retries.PAUSES", [])
     known = families("opt")
     model = opened(known)
     folder = known.directory if kind == "read" else own_cache

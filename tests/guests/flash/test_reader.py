@@ -24,7 +24,7 @@ from flexengine.guests.flash.bundles import Bundle
 from flexengine.guests.flash.reader import GAP, MOST, THREADS, RecordReader, requests
 from flexengine.kernels import reads
 from flexengine.plan.neurons import RECORD_READ, RECORD_READERS
-from flexengine.read_retries import PAUSES
+from flexengine.system.read_retries import PAUSES
 from flexengine.tier.base import ALIGN
 from flexengine.tier.memory import aligned_buffer
 from tests.helpers.patience import in_time
@@ -227,7 +227,7 @@ def test_a_file_of_another_size_is_refused_when_it_is_opened(tmp_path: Path, siz
 @pytest.mark.usefixtures("python")
 def test_a_read_that_fails_is_tried_again(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """One that goes on failing ends in an error that names file and byte, after all other reads have ended."""
-    monkeypatch.setattr("flexengine.read_retries.PAUSES", [0.0] * len(PAUSES))
+    monkeypatch.setattr("flexengine.system.read_retries.PAUSES", [0.0] * len(PAUSES))
     bundle, data = written(tmp_path, RecordForm("float32", 512), 40)
     with RecordReader([bundle], threads=3) as reader:
         for number in (1, 2, 3):

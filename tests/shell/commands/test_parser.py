@@ -119,8 +119,9 @@ class TestConfig:
     def test_missing_file(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "none.toml: cannot be read: No such file" in refused(capsys, "p.jsonl", "--config", "none.toml")
 
-    def test_every_option_can_be_in_a_file(self, tmp_path: Path) -> None:
+    def test_every_option_can_be_in_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A file with each option of `run`, set to another value than its default."""
+        monkeypatch.setenv("FLEXENGINE_SECRET_FILE", "")  # --secret-file sets it
         lines, secret = list[str](), tmp_path / "secret"
         secret.write_text("x" * 40)
         secret.chmod(0o600)

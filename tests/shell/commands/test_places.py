@@ -15,7 +15,7 @@ from flexengine.engine.options import MachineOptions
 from flexengine.errors import InvalidInput
 from flexengine.kernels import build
 from flexengine.measure import store
-from flexengine.tier.limits import device_of
+from flexengine.system.limits import device_of
 from tests.helpers.job import Job
 from tests.helpers.listening import listening
 from tests.helpers.tiny_gguf import tiny_gguf
@@ -45,7 +45,7 @@ def test_an_offload_directory_that_nothing_uses(
 ) -> None:
     """A plan without offloading to disk runs; a policy with offloading is refused before weights are read."""
     if where == "full":
-        monkeypatch.setattr("flexengine.tier.limits.shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
+        monkeypatch.setattr("flexengine.system.limits.shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
     place = str(job.folder / where)
     reason = "without free space" if where == "full" else "file is no directory to write in"
     assert job("--device", device, "--offload-dir", place) == 0, job.err

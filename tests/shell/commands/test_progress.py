@@ -146,7 +146,7 @@ def test_a_message_is_above_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_messages_of_threads_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Threads without a listener write to the logger."""
-    log = logging.getLogger("flexengine.read_retries")
+    log = logging.getLogger("flexengine.system.read_retries")
     with displayed():
         log.warning("%s failed", "a read")
         log.info("too much")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flexengine.tier import limits, machine
+from flexengine.system import limits
+from flexengine.tier import machine
 from flexengine.tier.machine import make_machine
 
 # Limits.

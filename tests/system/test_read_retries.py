@@ -15,7 +15,7 @@ from bench.faults.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint
 from flexengine.model import checkpoint, encoding, gguf, gguf_header, prepare, verify
 from flexengine.model import identity as identity_of
-from flexengine.read_retries import PAUSES, opened
+from flexengine.system.read_retries import PAUSES, opened
 from tests.helpers.tiny_gguf import tiny_gguf
 
 CONTENT = bytes(range(256)) * 100
@@ -23,7 +23,7 @@ CONTENT = bytes(range(256)) * 100
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexengine.read_retries.PAUSES", [0.0] * len(PAUSES))
+    monkeypatch.setattr("flexengine.system.read_retries.PAUSES", [0.0] * len(PAUSES))
     monkeypatch.setattr(identity_of, "PLACES", 3)
 
 

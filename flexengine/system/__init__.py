@@ -1,0 +1,1 @@
+"""What the operating system gives this process: memory, cores and disk space; reads that are tried again."""
