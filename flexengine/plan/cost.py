@@ -26,6 +26,7 @@ from flexengine.plan.profile import Profile, Unit, Walk, never_waits, summed, un
 from flexengine.plan.rates import Rates
 from flexengine.plan.sizes import PAGE_TOKENS, Array, layer_pages
 from flexengine.plan.terms import (
+    BESIDE_PROMPTS,
     CACHE,
     HIDDEN,
     WEIGHTS,
@@ -37,6 +38,8 @@ from flexengine.plan.terms import (
     embedding,
     fraction,
     parts,
+    routes,
+    waits_for_prompts,
 )
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -188,8 +191,13 @@ class Cost:
     # Seconds by lane.
 
     def lanes(self, policy: Policy, sweeps: Profile, split: Mapping[str, float], layout: Layout | None = None) -> Lanes:
-        """Return seconds by lane, fraction and sweep. Arguments as in `terms`."""
-        return by_lane(self.terms(policy, sweeps, split, layout))
+        """Return seconds by lane, fraction and sweep, also of `waits_for_prompts`. Arguments as in `terms`."""
+        lanes = by_lane(self.terms(policy, sweeps, split, layout))
+        if self.overlaps(policy):
+            prompts = self._prompt(policy.gpu_batch_size, policy.prefill_tokens)
+            last = {lanes[-1] for lanes in routes(self.hardware).load.values() if lanes}
+            lanes |= by_lane(waits_for_prompts(lanes, last, self.rates, policy, sweeps, prompts, split), ())
+        return lanes
 
     def terms(
         self, policy: Policy, sweeps: Profile, split: Mapping[str, float], layout: Layout | None
@@ -247,7 +255,7 @@ class Cost:
             off_device = self.hardware.places[1:]
             streamed = min(1.0, sum(fractions.get(fraction(WEIGHTS, place), 0.0) for place in off_device))
             seconds = seconds + self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * streamed
-        return seconds, used
+        return seconds, {lane: x for lane, x in used.items() if not lane.endswith(BESIDE_PROMPTS)}
 
     def _ends(self, used: Mapping[str, Any], policy: Policy) -> Any:
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())

@@ -11,6 +11,7 @@ delegated      Queries, keys and values of decoding sequences are copied to the 
                attention workers, there are two copies, tasks and questions.
 hidden states  Between two layers, hidden states cross the lanes once in each direction.
 chosen values  The device waits for these loads: see `plan.delegation`.
+prompts        A gpu_batch of prompts computes longer than those that decode, and few of these are loaded ahead of it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,10 +32,12 @@ from flexengine.plan.sizes import SCORED_ROWS, Array, LayerPages
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.batches import form_batches, split_prompt
+from flexengine.schedule.frame import num_buffers
 
 PAST_SHARE = 2 / 3  # share of a prompt cached before a later piece, averaged over its (query, key) pairs
 SAMPLE_PROMPTS = 256  # most prompts of which gpu_batches are formed to estimate the mean
 LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
+BESIDE_PROMPTS = "beside prompts"  # ends the names of bounds that are no lanes
 WEIGHTS, CACHE, HIDDEN = "weights", "cache", "hidden"
 KINDS = {WEIGHTS: "weights", CACHE: "cache", HIDDEN: "hidden states"}  # kinds of data, and their names in messages
 Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
@@ -87,6 +90,21 @@ class PromptBatches:
         return PromptBatches(max(1e-9, prompt), float(tokens.mean()), seconds, len(batches) / total, past)
 
 
+def formed(
+    policy: Policy, sweeps: Profile, prompts: PromptBatches, home: str, share: float
+) -> tuple[Array, Array, Array, Array]:
+    """Return by sweep what the gpu_batches with KV cache on a place hold: the number of full ones, the sequences in the
+    last one that decodes, the prompt tokens that join it, and those in gpu_batches of their own. share: of the
+    sequences, that have their cache there."""
+    decoding, prompt, g = sweeps.decoding * share, sweeps.prompt * share, policy.gpu_batch_size
+    full = np.floor(decoding / g + 1e-9)
+    # If prompts are too few for a gpu_batch of their own, they join the last decoding gpu_batch. Sequences whose
+    # attention is delegated share no gpu_batch with prompts.
+    joins_decode = (prompt < prompts.batch) & (policy.attends(home) == DEVICE)
+    apart = np.where(joins_decode, 0, prompt)
+    return full, decoding - g * full, prompt - apart, apart
+
+
 def parts(
     rates: Rates, policy: Policy, sweeps: Profile, prompts: PromptBatches, split: Mapping[str, float], chunks: int
 ) -> dict[str, Array]:
@@ -102,14 +120,7 @@ def parts(
     prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
     layers = head = cells = np.zeros(sweeps.times.shape)
     for home, share in ((home, share) for home, share in split.items() if share > 0):
-        decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
-        full = np.floor(decoding / g + 1e-9)
-        rest = decoding - g * full
-        # If prompts are too few for a gpu_batch of their own, they join the last decoding gpu_batch. Sequences whose
-        # attention is delegated share no gpu_batch with prompts.
-        joins_decode = (prompt < prompts.batch) & (policy.attends(home) == DEVICE)
-        apart = np.where(joins_decode, 0, prompt)  # prompt tokens in gpu_batches of their own
-        joined = prompt - apart
+        full, rest, joined, apart = formed(policy, sweeps, prompts, home, share)
         layers = layers + full * full_layers + rates.stack(rest + joined) + apart * prompts.token_seconds
         head = head + full * full_head + rates.head(rest + joined / prompts.prompt)
         head = head + apart * prompts.token_batches * prompt_head
@@ -146,9 +157,9 @@ class Term(NamedTuple):
     seconds: Any  # seconds if all data of the kind is on this tier; float, or array by sweep
 
 
-def by_lane(terms: Iterable[Term]) -> Lanes:
-    """Return the seconds of each lane and fraction."""
-    lanes: Lanes = {lane: {} for lane in LANES}
+def by_lane(terms: Iterable[Term], among: Iterable[str] = LANES) -> Lanes:
+    """Return the seconds of each lane and fraction. among: lanes that are in the result even without work."""
+    lanes: Lanes = {lane: {} for lane in among}
     for term in terms:
         name, sums = fraction(term.kind, term.place) if term.kind else "", lanes.setdefault(term.lane, {})
         sums[name] = np.asarray(sums[name] + term.seconds if name in sums else term.seconds)
@@ -174,6 +185,39 @@ def page_transfer(hardware: Hardware, lane: str, page: float, pages: float, neig
     if lane_of(lane).of_disk:
         return page * max(1.0, neighbours)
     return page if hardware.gpu else page * max(1.0, pages)
+
+
+def waits_for_prompts(
+    work: Lanes, last: Iterable[str], rates: Rates, policy: Policy, sweeps: Profile, prompts: PromptBatches,
+    split: Mapping[str, float],
+) -> Iterator[Term]:  # fmt: skip
+    """Yield, for each lane that loads to the device, a lower bound of a sweep in which some rows enter and others
+    decode: seconds of the prompts, of the weights, and of the KV pages that are not loaded beside the prompts.
+
+    While a gpu_batch of prompts is computed, the lane loads the pages of as many other gpu_batches as there are
+    buffers, and waits then. A layer's weights are loaded before the pages of the layer before it. There is no such
+    bound if these buffers suffice for all gpu_batches.
+
+    Args:
+        work: seconds by lane and fraction.
+        last: the lanes.
+    """
+    decoding = prompting = seconds = np.zeros(sweeps.times.shape)
+    away = 0.0  # share of the sequences whose pages are loaded when they decode
+    for home, share in ((home, share) for home, share in split.items() if share > 0):
+        full, rest, joined, apart = formed(policy, sweeps, prompts, home, share)
+        decoding = decoding + full + (rest > 0)
+        prompting = prompting + (apart + joined) * prompts.token_batches
+        seconds = seconds + apart * prompts.token_seconds + rates.stack(rest + joined) - rates.stack(rest)
+        away += share if home != DEVICE and policy.attends(home) == DEVICE else 0.0
+    ahead = num_buffers(policy.slots) / np.maximum(away * decoding, 1e-9)  # share of the gpu_batches
+    limits = (ahead < 1) & (prompting > 0)
+    factors = {WEIGHTS: limits, CACHE: limits * (1 - np.minimum(prompting * ahead, 1.0))}
+    for lane in last if limits.any() else ():
+        yield Term(f"{lane} {BESIDE_PROMPTS}", "", "", limits * seconds)
+        for name, by in work[lane].items():
+            if (kind := kind_of(name)) in factors:
+                yield Term(f"{lane} {BESIDE_PROMPTS}", kind, name.partition("@")[2], factors[kind] * by)
 
 
 @dataclass(frozen=True)

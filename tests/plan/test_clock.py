@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexengine import shipped
 from flexengine.plan.cost import Cost
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -75,6 +77,19 @@ def test_other_schedules_and_ragged_rows(schedule: str) -> None:
         errors.append(abs(told.seconds / walked.seconds - 1))
     assert np.median(errors) < 0.1
     assert max(errors) < 0.4
+
+
+@pytest.mark.parametrize("delegate", [False, True])
+def test_pages_wait_while_prompts_are_computed(delegate: bool) -> None:
+    """Rows enter in gpu_batches while others decode, whose pages cross a link as slow as computing. Few are loaded
+    beside a prompt; attention on the host goes on beside it."""
+    model = opt(3, 7168, 56)
+    hardware = Hardware.load(shipped.find("hardware", "t4-16gb_208gb_ssd"))
+    policy = Policy(8, 16, HOST, HOST, DEVICE, 2, "diagonal", 2048, delegate=delegate)
+    told, walked = both(model, hardware, Workload({(512, 16): 320}), policy)
+    busiest = max(walked.busy.values())
+    assert told.seconds == pytest.approx(walked.seconds, rel=0.16)
+    assert (walked.seconds > 1.3 * busiest) != delegate
 
 
 def test_latency_is_how_long_rows_live() -> None:
