@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from flexengine.places import place_of
@@ -163,6 +164,14 @@ class RanOut(OutOfMemory):
 def is_fault(error: BaseException) -> bool:
     """Return whether an error is of a library, not an interruption. Panics of Rust do not derive from Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def check_library(module: str, need: str, extra: str) -> None:
+    """Raise InvalidInput if a library of an extra is not installed. need: what needs which library, for the message."""
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise InvalidInput(f'{need} ({error}); pip install "flexengine[{extra}]"') from error
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def by_chance(costs: Sequence[float]) -> Record:
     return {"mean": statistics.fmean(found), "exceeded_by_5_percent": found[int(0.95 * ORDERS)]}
 
 
-def stretches(engine: Any, rows: int, tokens: int) -> list[list[int]]:
+def stretches(engine: Any, rows: int, tokens: int) -> list[tuple[int, ...]]:
     """Return stretches of the sample text, as `flexengine quality` takes them."""
     from flexengine.shell.commands import quality
 

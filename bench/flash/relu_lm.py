@@ -24,6 +24,7 @@ from flexengine import Engine  # before torch, as it sets how idle threads wait
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import linear
 
 from bench import harness
 from bench.flash.relu_model import LEARN, TEST, Shape, blocks, ids_of, nll, rows_of, source, train
@@ -75,10 +76,13 @@ def losses(directory: Path, predictors: Sequence[Predictor]) -> Record:
     """Return the nats per token of the TEST text: dense, with the oracle's masks, with those of predictors."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     rows = rows_of(ids_of(source(TEST)), ROWS, LENGTH)
-    oracles = [Predictor(None, block.fc1.weight.detach(), block.fc1.bias.detach()) for block in blocks(model)]
-    found = {"dense": nll(model, rows)}
-    for name, chosen in {"oracle": oracles, "predictor": predictors}.items():
-        with torch.no_grad(), masked(model, lambda number, x, chosen=chosen: chosen[number].active(x)):  # type: ignore[misc]
+    firsts, found = [block.fc1 for block in blocks(model)], {"dense": nll(model, rows)}
+    masks: dict[str, Mask] = {
+        "oracle": lambda number, x: linear(x, firsts[number].weight, firsts[number].bias) > 0,
+        "predictor": lambda number, x: predictors[number].active(x),
+    }
+    for name, mask in masks.items():
+        with torch.no_grad(), masked(model, mask):
             found[name] = nll(model, rows)
     return {"tokens": rows[:, 1:].numel(), "nll": found, "nll_more": found["predictor"] - found["dense"]}
 

@@ -27,7 +27,7 @@ from flexengine.model.encoding import ImportanceRecorder, Importances, encoded, 
 from flexengine.model.files import config_digest
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import save
-from flexengine.model.tokenizer import opening, spread, token_ids
+from flexengine.model.tokenizer import excerpts
 from flexengine.plan.lp import Format, Layer, Option, adabits
 from flexengine.worker.open_model import OpenModel
 
@@ -138,15 +138,9 @@ def calibration(name: str, tokenizer: Any, context: int | None) -> Calibration:
         context: most tokens of a sequence; None if there is no limit.
     """
     check(name, tokenizer)
-    begin, ids = opening(tokenizer), token_ids(tokenizer, read(name), special=False)
-    length = min(TOKENS, context or TOKENS) - len(begin)
-    rows = spread(begin, ids, ROWS, length)
-    if not rows:
-        raise InvalidInput(
-            f"{name} has {len(ids):,} tokens; calibrating takes {ROWS * length:,}; give a longer text,"
-            " or leave the name out to use the bundled text"
-        )
-    return Calibration(tuple(map(tuple, rows)))
+    remedy = "give a longer text, or leave the name out to use the bundled text"
+    length = min(TOKENS, context or TOKENS)
+    return Calibration(tuple(excerpts(tokenizer, name, read(name), ROWS, length, "calibrating takes", remedy)))
 
 
 def read(name: str) -> str:

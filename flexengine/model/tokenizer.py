@@ -140,10 +140,26 @@ def token_ids(tokenizer: Any, text: str, special: bool) -> list[int]:
         return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
 
-def spread(begin: list[int], ids: list[int], rows: int, length: int) -> list[list[int]]:
-    """Return `rows` excerpts of `ids`, each `begin` plus `length` ids, at even distances; [] if ids are too few."""
-    distance = len(ids) // rows
-    return [begin + ids[i * distance :][:length] for i in range(rows)] if 1 <= length <= distance else []
+def excerpts(
+    tokenizer: Any, name: str, text: str, rows: int, tokens: int, use: str, remedy: str
+) -> list[tuple[int, ...]]:
+    """Return the token ids of `rows` excerpts of a text, at even distances. Each has as many tokens as given, of which
+    the first are the tokenizer's `opening`.
+
+    Args:
+        tokenizer: None if the checkpoint has none.
+        name, use, remedy: for messages, such as "a.txt", "8 rows of 64 take" and "give a longer text".
+
+    Raises:
+        InvalidInput: there is no tokenizer, or the text is too short.
+    """
+    if tokenizer is None:
+        raise InvalidInput("the checkpoint has no tokenizer, so it cannot read text; put its tokenizer files beside it")
+    begin, ids = opening(tokenizer), token_ids(tokenizer, text, special=False)
+    length, distance = tokens - len(begin), len(ids) // rows
+    if not 1 <= length <= distance:
+        raise InvalidInput(f"{name} has {len(ids):,} tokens; {use} {rows * length:,}; {remedy}")
+    return [(*begin, *ids[i * distance :][:length]) for i in range(rows)]
 
 
 # Characters at the start of a decoded tail that may differ from the whole text: decoders drop a leading space or keep a

@@ -163,17 +163,20 @@ def optimum(lp: pulp.LpProblem, presolve: bool = False) -> dict[str, float] | No
         SolverFailed: the program is unbounded, or HiGHS stopped for another reason, such as a numerical error. The
             message has the status.
     """
-    solver = pulp.HiGHS(msg=False, presolve="on" if presolve else "off")
-    if not solver.available():
-        raise NoSolver("the planner needs highspy, which is not installed; pip install highspy")
-    lp.solve(solver)
-    highs = lp.solverModel
-    status = highs.modelStatusToString(highs.getModelStatus())
+    status = run_highs(lp, pulp.HiGHS(msg=False, presolve="on" if presolve else "off"))
     if status == "Infeasible":
         return None
     if status != "Optimal":
         raise SolverFailed(f"HiGHS found no optimum of the program '{lp.name}', and stopped with status {status}")
     return {variable.name: variable.varValue for variable in lp.variables()}
+
+
+def run_highs(lp: pulp.LpProblem, solver: pulp.HiGHS) -> str:
+    """Solve a program, and return HiGHS's status. Raise NoSolver if highspy is not installed."""
+    if not solver.available():
+        raise NoSolver("the planner needs highspy, which is not installed; pip install highspy")
+    lp.solve(solver)
+    return str(lp.solverModel.modelStatusToString(lp.solverModel.getModelStatus()))
 
 
 def _named(label: str) -> str:

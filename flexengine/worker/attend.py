@@ -21,7 +21,7 @@ are sent while the place computes attention over cached tokens. Only attention w
 | call | task | lane |
 |---|---|---|
 | add | PROJECT_KEYS, after the layer's part before attention | device |
-| send_added | SEND_KEYS | Routes.attend[place][0] |
+| send(added=True) | SEND_KEYS | Routes.attend[place][0] |
 | attend_cached | ATTEND_CACHED | Routes.attend[place][1] |
 """
 
@@ -68,7 +68,7 @@ class Attender(ABC):
 
     - The five calls of one gpu_batch in one layer have the order of the table. The next layer's `ask` follows `answer`.
       The work of a call, also work that the call queues on a GPU, starts after the work of the previous call has ended.
-    - `add`, `send_added` and `attend` have this order, and `send`, `attend_cached` and `attend`.
+    - `add`, `send(added=True)` and `attend` have this order, and `send`, `attend_cached` and `attend`.
     - Calls for different gpu_batches overlap in any order, so each gpu_batch needs its own buffers.
 
     Every implementation must keep these rules:
@@ -120,7 +120,7 @@ class Attender(ABC):
         return region.part(start, (heads + 2 * kv_heads) * each), region.part(start, heads * each)
 
     def _to_send(self, region: Region, k: int, added: bool = False) -> Region:
-        """Return the part of a buffer that `send` sends, or `send_added`."""
+        """Return the part of a buffer that `send` sends."""
         whole, queries = self._parts(region, k)
         if added:
             return whole.part(queries.nbytes, whole.nbytes - queries.nbytes)
@@ -161,7 +161,7 @@ class Attender(ABC):
         self._put(k, event, slice(0, 1) if first else slice(0, 3))
 
     def add(self, k: int, event: Attend, view: View) -> None:
-        """Copy the keys and values of gpu_batch k, whose queries went first, to a device buffer, for `send_added`."""
+        """Copy the keys and values of gpu_batch k, whose queries went first, to a device buffer, for `send`."""
         self._put(k, self.cache.prepared(event, view), slice(1, 3))
 
     def _put(self, k: int, event: Attend, which: slice) -> None:
@@ -170,15 +170,8 @@ class Attender(ABC):
         for target, source in zip(self._vectors(flat, k)[which], sources[which], strict=True):
             target.copy_(source[0].transpose(0, 1))
 
-    def send(self, k: int) -> None:
-        """Copy the question of gpu_batch k to the place."""
-        self._send(k, added=False)
-
-    def send_added(self, k: int) -> None:
-        """Copy the keys and values of gpu_batch k to the place."""
-        self._send(k, added=True)
-
-    def _send(self, k: int, added: bool) -> None:
+    def send(self, k: int, added: bool = False) -> None:
+        """Copy the question of gpu_batch k to the place. added: its keys and values, if its queries went first."""
         if self._in_ram_already:
             return
         on_device, on_host = (self._to_send(region, k, added) for region in (self._device_buf, self._host_buf))

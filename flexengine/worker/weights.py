@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -279,13 +280,8 @@ def _nbytes(pieces: Pieces) -> int:
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive numbers, as (first, last + 1). numbers: rising."""
-    runs = list[tuple[int, int]]()
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return runs
+    starts = [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1] + 1]
+    return [(numbers[low], numbers[high - 1] + 1) for low, high in pairwise([*starts, len(numbers)])]
 
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:

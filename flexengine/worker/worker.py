@@ -327,7 +327,7 @@ OPERATIONS: dict[Op, Callable[[Worker, Any], None]] = {
     Op.PROJECT: Worker._project,
     Op.SEND: lambda worker, task: worker.attender(task).send(task.cell.batch),
     Op.PROJECT_KEYS: Worker._project_keys,
-    Op.SEND_KEYS: lambda worker, task: worker.attender(task).send_added(task.cell.batch),
+    Op.SEND_KEYS: lambda worker, task: worker.attender(task).send(task.cell.batch, added=True),
     Op.ATTEND_CACHED: lambda worker, task: worker.attender(task).attend_cached(task.cell.batch),
     Op.ATTEND: lambda worker, task: worker.attender(task).attend(task.cell.batch, worker.view(task)),
     Op.FETCH: lambda worker, task: worker.attender(task).fetch(task.cell.batch),

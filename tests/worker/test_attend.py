@@ -153,7 +153,7 @@ class Job:
         yield k
         if not first:
             return
-        calls = [partial(self._add, k, event, view), partial(self.attender.send_added, k)]
+        calls = [partial(self._add, k, event, view), partial(self.attender.send, k, added=True)]
         calls.insert(order.randrange(3), partial(self.attender.attend_cached, k))
         for call in calls:
             call()

@@ -59,9 +59,8 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
     try:
         ray.init(address, log_to_driver=verbose, logging_level=logging.WARNING if verbose else logging.ERROR, **more)
     except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInput(
-            f"--ray is {address}, which cannot be joined: {reason[0]}; this machine must belong to the"
+            f"--ray is {address}, which cannot be joined: {_line(error)}; this machine must belong to the"
             " cluster: give auto for the Ray that runs here, or local to start one"
         ) from error
     finally:

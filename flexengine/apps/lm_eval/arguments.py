@@ -94,14 +94,6 @@ def unused(batch_size: int | str | None, max_batch_size: int | None) -> str | No
     return f"{' and '.join(given)} not used: the plan chooses the sizes of batches" if given else None
 
 
-def check_library() -> None:
-    """Raise InvalidInput if lm-evaluation-harness is not installed."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise InvalidInput(f'lm-evaluation-harness is needed ({error}); pip install "flexengine[lm-eval]"') from error
-
-
 def generation_of(given: Mapping[str, Any], end_token: int | None) -> tuple[SamplingParams, list[str]]:
     """Return how a request is generated: the sampling parameters, and all strings that end the text, of which they have
     the first ones. Raise InvalidInput if an argument is unknown, or a value is not allowed. end_token: a token that

@@ -15,14 +15,6 @@ _Neighbour = tuple[int, float]  # number of a text, and its similarity
 _Pair = tuple[int, int, float]  # row of the first table, row of the second, similarity
 
 
-def check_library() -> None:
-    """Raise InvalidInput if scikit-learn is not installed."""
-    try:
-        import sklearn  # noqa: F401
-    except ImportError as error:
-        raise InvalidInput('similarity needs scikit-learn; pip install "flexengine[wrangle]"') from error
-
-
 def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str) -> Iterator[list[_Neighbour]]:
     """Yield the nearest texts of each query, the most similar first: their numbers, and the cosines of the TF-IDF
     vectors, from 0 to 1. Equally similar texts keep their order. kind: CHARACTER compares sequences of three

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexengine.apps.tables import read_table
-from flexengine.apps.wrangle.pairs import check_library, matching_pairs, nearest, schema_pairs
+from flexengine.apps.wrangle.pairs import matching_pairs, nearest, schema_pairs
 from flexengine.apps.wrangle.questions import CellQuestion, TableQuestions, choices_of, questions_of, targets_of
 from flexengine.apps.wrangle.spec import (
     BALANCED,
@@ -23,7 +23,7 @@ from flexengine.apps.wrangle.spec import (
     YES,
     Spec,
 )
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, check_library
 
 ENDS = ("prediction", "confidence", "failure")  # ends of the columns that the output adds
 
@@ -59,7 +59,7 @@ class WranglePlan:
 def make_plan(spec: Spec) -> WranglePlan:
     """Read the tables and return the plan. Raise InvalidInput if they cannot be used with these options."""
     if len(spec.tables) == 2 or spec.picks == NEAREST:
-        check_library()
+        check_library("sklearn", "similarity needs scikit-learn", "wrangle")
     tables = [read_table(name, limit=spec.limit, delimiter=spec.delimiter) for name in spec.tables]
     if len(tables) == 2 and spec.label and not spec.examples:
         fault = f"--label {spec.label!r} names labels of pairs, but two tables are given"

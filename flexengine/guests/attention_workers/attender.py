@@ -105,11 +105,14 @@ class RemoteAttender(Attender):
         super().ask(k, event, view)
         self._views[k] = view
 
-    def send(self, k: int) -> None:
+    def send(self, k: int, added: bool = False) -> None:
         """Send the question. The worker begins as soon as it has answered earlier ones, so it does not wait for the
         lane of `attend`."""
-        super().send(k)
+        super().send(k, added)
         self.machine.synchronize()  # a GPU copies to RAM after the call
+        if added:
+            self._send_added(k)
+            return
         layer, parts = self._asked[k].layer, self._tell(k)
         if len(self.desks) == 1:
             sent, answer = self._to_send(self._host_buf, k), self._parts(self._host_buf, k)[1]
@@ -123,10 +126,8 @@ class RemoteAttender(Attender):
             nbytes = _put(self._slice(vectors, part, number)[which], desk.flat[at:])
             self._waiting[k].append(desk.ask(layer, self._question(k, number), at, nbytes, out, out_bytes))
 
-    def send_added(self, k: int) -> None:
+    def _send_added(self, k: int) -> None:
         """Send the keys and values of a question whose queries went first."""
-        super().send_added(k)
-        self.machine.synchronize()
         if len(self.desks) == 1:
             sent = self._to_send(self._host_buf, k, added=True)
             self.desks[0].add(self._waiting[k][0], sent.start, sent.nbytes)

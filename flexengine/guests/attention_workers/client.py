@@ -262,8 +262,6 @@ class Client:
             return
         if message.kind == MessageKind.REFUSE:
             raise Broken(words(self.link.take()))
-        if message.kind not in (MessageKind.DATA, MessageKind.CACHED, MessageKind.ANSWER, MessageKind.FAILED):
-            raise Broken(f"a message of unknown kind {message.kind} came")
         with self._lock:
             pending = self._pending.get(number)
         if pending is None:

@@ -68,19 +68,17 @@ def prepare_bundles(model: OpenModel, blocks: Blocks, kind: str = "") -> tuple[B
     continues with the first file that is missing.
 
     Args:
-        blocks: the feed-forward block of each layer, see feed_forward.find.
+        blocks: the feed-forward block of each layer, see feed_forward.find; at least one.
         kind: format of the vectors, from codec.records; "" for the stored dtype. Weights are never rounded to another
             dtype.
 
     Raises:
-        InvalidInput: there is no block, the kind is unknown or would round the weights, or the cache cannot be written.
+        InvalidInput: the kind is unknown or would round the weights, or the cache cannot be written.
         BadCheckpoint: the checkpoint cannot be read, or a bundle is damaged.
         OutOfMemory: the disk is full.
     """
     works = _works(model, blocks, kind)
     source, what = model.source.directory, _what(works)
-    if not works:
-        raise InvalidInput(f"{source} has no layer with a feed-forward block of one row per neuron")
     label = f"{'+'.join(dict.fromkeys(work.form.kind for work in works))} bundles"
     directory = prepared(source, model.given, lambda folder: _write(folder, works), what, model.verifier, label)
     made = iter([work.bundle(directory) for work in works])

@@ -41,9 +41,9 @@ class Predictor:
     of a token are bitwise independent of the other tokens.
     """
 
-    a: Tensor | None  # [rank, width]; None for an oracle, which computes the activations: b is the block's first matrix
-    b: Tensor  # [neurons, rank]; of an oracle [neurons, width]
-    bias: Tensor | None = None  # [neurons], fp32 on a CPU; None for zeros
+    a: Tensor  # [rank, width]
+    b: Tensor  # [neurons, rank]
+    bias: Tensor  # [neurons], fp32 on a CPU
     threshold: float = 0.0  # the same for all neurons
 
     @property
@@ -53,12 +53,12 @@ class Predictor:
     @property
     def width(self) -> int:
         """Elements of an input."""
-        return (self.b if self.a is None else self.a).shape[1]
+        return self.a.shape[1]
 
     @property
     def rank(self) -> int:
-        """Rows of `a`; 0 for an oracle."""
-        return 0 if self.a is None else len(self.a)
+        """Rows of `a`."""
+        return len(self.a)
 
     @property
     def nbytes(self) -> int:
@@ -67,9 +67,8 @@ class Predictor:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors that are not None, by name."""
-        found = {"a": self.a, "b": self.b, "bias": self.bias}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """The tensors, by name."""
+        return {"a": self.a, "b": self.b, "bias": self.bias}
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """Return a copy of the predictor on a device, in a dtype; None keeps the dtypes, as on a CPU."""
@@ -79,7 +78,7 @@ class Predictor:
     def scores(self, x: Tensor) -> Tensor:
         """Return the scores [tokens, neurons] in x's dtype. x: [tokens, width], input of the block."""
         product = Product(x.dtype)
-        return product(x if self.a is None else product(x, self.a), self.b, self.bias)
+        return product(product(x, self.a), self.b, self.bias)
 
     def active(self, x: Tensor) -> Tensor:
         """Return the predicted neurons, bool [tokens, neurons]. x: [tokens, width], input of the block."""
@@ -228,9 +227,10 @@ def load(directory: Path, checkpoint: str, blocks: Blocks, layers: slice = slice
 
 def _layer(tensors: Mapping[str, Tensor], number: int, about: _Stored) -> LayerPredictor:
     a, b, bias = (tensors[f"{number}.{name}"] for name in ("a", "b", "bias"))
-    for name, tensor in (("a", a), ("b", b), ("bias", bias)):
+    predictor = Predictor(a, b, bias, about.threshold)
+    for name, tensor in predictor.tensors.items():
         check_finite(f"{number}.{name}", tensor)
-    return LayerPredictor(Predictor(a, b, bias, about.threshold), about.errors, about.true, about.predicted)
+    return LayerPredictor(predictor, about.errors, about.true, about.predicted)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from flexengine.guests.flash.feed_forward import Blocks, FeedForward
 from flexengine.guests.flash.predictors import LayerPredictor, PredictionErrors, Predictor, Trained
 from flexengine.guests.flash.traces import RecordedLayer, TraceRecorder, sharing
 from flexengine.model.prepare import prepared
-from flexengine.model.tokenizer import opening, spread, token_ids
+from flexengine.model.tokenizer import excerpts
 from flexengine.records import Limit, check
 
 VERSION = 1  # part of the cache's key: raise it when the trained predictors change
@@ -65,12 +65,7 @@ class Settings:
 
 
 def divide(stretches: int) -> tuple[list[int], list[int], list[int]]:
-    """Return the numbers of the stretches that train, choose and measure. Raise InvalidInput if there are too few."""
-    if stretches < MIN_STRETCHES:
-        raise InvalidInput(
-            f"there are {stretches} stretches of text; training predictors takes at least"
-            f" {MIN_STRETCHES}; give more tokens"
-        )
+    """Return the numbers of the stretches that train, choose and measure, of MIN_STRETCHES or more."""
     train, choose, measure = ([n for n in range(stretches) if n % 10 in digits] for digits in (range(8), (8,), (9,)))
     return train, choose, measure
 
@@ -231,11 +226,6 @@ def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: in
     Raises:
         InvalidInput: there is no tokenizer, or the text is too short.
     """
-    if tokenizer is None:
-        raise InvalidInput(
-            "the checkpoint has no tokenizer, so it cannot read a text; put its tokenizer files beside it"
-        )
-    begin, ids = opening(tokenizer), token_ids(tokenizer, content, special=False)
     length = min(STRETCH + 1, context or STRETCH + 1)  # with the token that is not computed
     count = tokens // (length - 1)
     if length <= MIN_STRETCH or count < MIN_STRETCHES:
@@ -244,13 +234,9 @@ def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: in
             f"training takes at least {MIN_STRETCHES} stretches of {each} tokens, but {tokens:,} tokens in a context"
             f" of {context} are given; give {MIN_STRETCHES * each:,} tokens or more"
         )
-    rows = spread(begin, ids, count, length - len(begin))
-    if not rows:
-        needed = count * (length - len(begin))
-        raise InvalidInput(
-            f"{name} has {len(ids):,} tokens; {count} stretches take {needed:,}; give fewer tokens, or a longer text"
-        )
-    unique = {tuple(row[:-1]): tuple(row) for row in rows}
+    remedy = "give fewer tokens, or a longer text"
+    rows = excerpts(tokenizer, name, content, count, length, f"{count} stretches take", remedy)
+    unique = {row[:-1]: row for row in rows}
     if len(unique) < MIN_STRETCHES:
         raise InvalidInput(f"{name} repeats itself: only {len(unique)} of {count} stretches differ; give another text")
     return TrainingText(name, tuple(unique.values()))

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from flexengine.plan.cluster.case_costs import Array, CaseCosts
-from flexengine.plan.lp import NoSolver, SolverFailed
+from flexengine.plan.lp import SolverFailed, run_highs
 
 GB = 1e9
 Expression: TypeAlias = pulp.LpAffineExpression
@@ -262,14 +262,10 @@ def lower_bound(numbers: CaseCosts, anywhere: bool = False) -> float:
 
 def _run(lp: pulp.LpProblem, solver: pulp.HiGHS) -> str:
     """Solve, and return HiGHS's status."""
-    if not solver.available():
-        raise NoSolver("the planner needs highspy, which is not installed; pip install highspy")
     try:
-        lp.solve(solver)
+        status = run_highs(lp, solver)
     except IndexError as error:  # PuLP reads results of rows that HiGHS refused for their numbers
         raise SolverFailed(_EXTREME.format("refused rows of its program")) from error
-    highs = lp.solverModel
-    status = str(highs.modelStatusToString(highs.getModelStatus()))
     if status == "Primal infeasible or unbounded":  # no variable and no cost is negative, so it is bounded
         status = "Infeasible"
     if status not in ("Optimal", "Infeasible", "Time limit reached"):

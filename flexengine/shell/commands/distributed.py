@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, check_library
 from flexengine.guests.wire.processes import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
@@ -156,10 +156,8 @@ def check_fleet(args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def fleet_runner(args: argparse.Namespace, params: SamplingParams, look: Callable[[], None]) -> "Iterator[FleetRunner]":
     """Return a context manager with a fleet that runs the rows. look: called after each shard; may raise an error."""
-    try:
-        from flexengine.apps.fleet import cluster
-    except ImportError as error:
-        raise InvalidInput(f'--ray needs Ray Data ({error}); pip install "flexengine[ray]"') from error
+    check_library("ray.data", "--ray needs Ray Data", "ray")
+    from flexengine.apps.fleet import cluster
     from flexengine.apps.fleet.job import FleetRunner, Recipe
     from flexengine.guests.wire.secret import given_secret
 

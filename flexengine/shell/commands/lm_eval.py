@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, check_library
 from flexengine.shell.commands.messages import DONE, foreign_errors, program
 from flexengine.shell.commands.openers import load_libraries
 from flexengine.shell.commands.options import MODEL, add_options
@@ -42,11 +42,9 @@ def parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     """Run lm-eval on a command line. Return the exit code. Raise FlexError if an option or the model is refused."""
-    from flexengine.apps.lm_eval.arguments import check_library
-
     helped = words[:1] and words[0] in _PARTS and not {"-h", "--help"}.isdisjoint(words)
     args, rest = (argparse.Namespace(model=None), list(words)) if helped else split(words)
-    check_library()
+    check_library("lm_eval", "lm-evaluation-harness is needed", "lm-eval")
     if not rest:
         raise InvalidInput("no task is given; write flexengine lm-eval --model MODEL --tasks TASK")
     load_libraries()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine import __version__, texts
 from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
 from flexengine.lossy import CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
-from flexengine.model.tokenizer import opening, spread, token_ids
+from flexengine.model.tokenizer import excerpts
 from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands.habits import command_text
@@ -116,9 +116,8 @@ def read(path: str | None, rows: int, tokens: int) -> SampleText:
     return SampleText(Path(path).name, texts.read(path), rows, tokens)
 
 
-def stretches(text: SampleText, tokenizer: Any, context: int | None) -> list[list[int]]:
-    """Return the token ids of the stretches, spread evenly over the text. Each stretch begins with the tokenizer's
-    `opening`, and has `text.tokens` tokens.
+def stretches(text: SampleText, tokenizer: Any, context: int | None) -> list[tuple[int, ...]]:
+    """Return the token ids of the stretches of a text.
 
     Args:
         tokenizer: None if the checkpoint has none.
@@ -127,18 +126,10 @@ def stretches(text: SampleText, tokenizer: Any, context: int | None) -> list[lis
     Raises:
         InvalidInput: there is no tokenizer, or the text or the context is too short.
     """
-    if tokenizer is None:
-        raise InvalidInput("the checkpoint has no tokenizer, so it cannot read text; put its tokenizer files beside it")
     if context is not None and text.tokens > context:
         raise InvalidInput(f"--tokens is {text.tokens}; the model's context is {context} tokens; give at most these")
-    begin = opening(tokenizer)
-    ids = token_ids(tokenizer, text.content, special=False)
-    length = text.tokens - len(begin)
-    rows = spread(begin, ids, text.rows, length)
-    if not rows:
-        have = f"{text.name} has {len(ids):,} tokens; {text.rows} rows of {text.tokens} take {text.rows * length:,}"
-        raise InvalidInput(f"{have}; lower --rows or --tokens, or give a longer --text")
-    return rows
+    use, remedy = f"{text.rows} rows of {text.tokens} take", "lower --rows or --tokens, or give a longer --text"
+    return excerpts(tokenizer, text.name, text.content, text.rows, text.tokens, use, remedy)
 
 
 # Measuring.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, check_library
 from flexengine.places import by_way
 from flexengine.plan.cost import Prediction
 from flexengine.plan.formatting import lane_name, size
@@ -58,10 +58,7 @@ def check(path: str | Path) -> None:
     """Raise InvalidInput if matplotlib is not installed or the name does not end with .png."""
     if Path(path).suffix.lower() != ".png":
         raise InvalidInput(f"plot file {path} does not end with .png; plots are PNG files, change the name")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise InvalidInput(f"a plot needs matplotlib ({error}); pip install 'flexengine[plot]'") from error
+    check_library("matplotlib.figure", "a plot needs matplotlib", "plot")
 
 
 def draw_memory(axes: Any, memories: Sequence[Memory], columns: int = 4) -> dict[str, str]:

@@ -15,7 +15,9 @@ same loss, and the newest tokens of every sequence kept in full until a group of
 
 from math import prod
 
+import numpy as np
 import torch
+from scipy.linalg import hadamard
 from torch import Tensor
 
 from flexengine import kernels
@@ -70,8 +72,6 @@ def rotation(dim: int) -> Tensor:
     """Return a symmetric orthogonal matrix [dim, dim], fp32: Hadamard's, as many times as the powers of two in dim
     allow."""
     size = dim & -dim
-    block = torch.ones(1, 1)
-    while len(block) < size:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    block = torch.from_numpy(hadamard(size, np.float32))
     whole: Tensor = torch.block_diag(*[block / size**0.5] * (dim // size))  # type: ignore[no-untyped-call]
     return whole

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from flexengine.apps.tables import FileTable, read_table
-from flexengine.apps.wrangle.pairs import check_library, common_columns, matching_pairs, nearest, schema_pairs
-from flexengine.apps.wrangle.spec import CHARACTER, TOKEN, Spec
+from flexengine.apps.wrangle.pairs import common_columns, matching_pairs, nearest, schema_pairs
+from flexengine.apps.wrangle.plan import make_plan
+from flexengine.apps.wrangle.spec import CHARACTER, MATCH, TOKEN, Spec
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import written
 from tests.helpers.inputs import arrow_file
@@ -58,8 +59,10 @@ def test_nearest(kind: str, cut: Callable[[str], Counter[str]]) -> None:
 
 def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(InvalidInput, match=r'similarity needs scikit-learn; pip install "flexengine\[wrangle\]"'):
-        check_library()
+    with pytest.raises(
+        InvalidInput, match=r'similarity needs scikit-learn \(.*\); pip install "flexengine\[wrangle\]"'
+    ):
+        make_plan(Spec(MATCH, ("left.csv", "right.csv")))
 
 
 def test_no_text_at_all() -> None:

@@ -18,6 +18,7 @@ from flexengine import Engine, Policy, texts
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
+from flexengine.model.tokenizer import opening
 from flexengine.shell.commands import quality, quality_choices
 from flexengine.shell.commands.quality import SampleText, asked, stretches
 from flexengine.shell.commands.quality_choices import LossyCost, Scored, cost
@@ -129,9 +130,9 @@ def test_opening() -> None:
             "input_ids": [*begin, 7, *end] if add_special_tokens else [7]
         }  # fmt: skip
 
-    assert quality.opening(tokenizer([], [])) == []
-    assert quality.opening(tokenizer([1, 2], [3])) == [1, 2]
-    assert quality.opening(tokenizer([], [3])) == []
+    assert opening(tokenizer([], [])) == []
+    assert opening(tokenizer([1, 2], [3])) == [1, 2]
+    assert opening(tokenizer([], [3])) == []
 
 
 @pytest.mark.parametrize(
