@@ -175,14 +175,14 @@ def check_library(module: str, need: str, extra: str) -> None:
 
 
 @contextmanager
-def library_faults(what: str) -> Iterator[None]:
-    """Raise InvalidInput for any error of a library or a template. what: what cannot be done, for the message."""
+def library_faults(what: str, kind: type[FlexError] = InvalidInput) -> Iterator[None]:
+    """Raise an error of a kind for any error of a library or a template. what: what cannot be done, for the message."""
     try:
         yield
     except BaseException as error:
-        if isinstance(error, InvalidInput) or not is_fault(error):
+        if isinstance(error, InvalidInput | kind) or not is_fault(error):
             raise
-        raise InvalidInput(f"{what}: {type(error).__name__}: {error}") from error
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error
 
 
 _WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)

@@ -290,7 +290,7 @@ class NativeKernels(Kernels):
             raise checks.bad_place(places, bad - 1, records)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-        if not _is_fp32(x, weight) or x.numel() == 0:
+        if not is_fp32(x, weight) or x.numel() == 0:
             return self.plain.rms_norm(x, weight, eps, shift)
         checks.check_norm(x, weight)
         steps = self.steps()
@@ -299,7 +299,7 @@ class NativeKernels(Kernels):
         return out.view(x.shape)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if not _is_fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
+        if not is_fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
             return self.plain.rotate(x, cos, sin)
         checks.check_rotate(x, cos, sin)
         steps = self.steps()
@@ -308,7 +308,7 @@ class NativeKernels(Kernels):
         return out[None].transpose(1, 2)
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
-        if not _is_fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
+        if not is_fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
             return self.plain.gate(gate, up, act)
         checks.check_gate(gate, up, act)
         steps = self.steps()
@@ -339,7 +339,8 @@ def _is_native(*tensors: Tensor) -> bool:
     return all(x.device.type == "cpu" and (x.dtype in CODES or not x.dtype.is_floating_point) for x in tensors)
 
 
-def _is_fp32(*tensors: Tensor) -> bool:
+def is_fp32(*tensors: Tensor) -> bool:
+    """Return whether all tensors are fp32, on the CPU."""
     return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
 
 

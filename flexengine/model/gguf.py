@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from flexengine.activity import activity, message
-from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel, is_fault
+from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel, library_faults
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_config import carry_values
 from flexengine.model.gguf_header import GgufTensor, Header, read_header, write_outline
@@ -321,17 +321,11 @@ def _save_tokenizer(header: Header, config: Any, directory: Path) -> None:
         return
     from transformers import AutoTokenizer
 
-    try:
+    with library_faults(f"{path}: its tokenizer cannot be built", UnsupportedModel):
         if header.text("tokenizer.ggml.model") == "gpt2":
             tokenizer = byte_level(path, header.values)
         else:
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except FlexError:
-        raise
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        raise UnsupportedModel(f"{path}: its tokenizer cannot be built: {type(error).__name__}: {error}") from error
     if isinstance(length := getattr(config, "max_position_embeddings", None), int):
         tokenizer.model_max_length = length
     tokenizer.save_pretrained(directory)

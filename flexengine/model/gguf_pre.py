@@ -169,9 +169,9 @@ def byte_level(path: Path, values: Mapping[str, Any]) -> Any:
 def _spelled(texts: Sequence[str], added: Collection[int]) -> list[str]:
     """Return the tokens in the byte alphabet, in which merges are written: one visible character for each byte. Added
     tokens keep their spelling, as do tokens that are spelled so already."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    alphabet = {byte: chr(byte) for byte in visible} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alphabet: dict[int, str] = bytes_to_unicode()
     known = set(alphabet.values())
     return [
         text if number in added or known.issuperset(text) else "".join(alphabet[byte] for byte in text.encode())

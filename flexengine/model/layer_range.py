@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexengine.errors import FlexError, InvalidInput, UnsupportedModel
+from flexengine.errors import InvalidInput, UnsupportedModel, library_faults
 from flexengine.model.build import marked
 from flexengine.model.forward import ATTENTION, Layer, PausingLayer, pausing_layers
 from flexengine.model.skeleton import Skeleton
@@ -34,26 +34,19 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
         )
     first, end = numbers
     modules = pausing_layers(skeleton.model)
-    try:
-        with marked(ATTENTION), torch.enable_grad():
-            if first:  # a skipped layer must return as many values
-                with ExitStack() as hooks:
-                    for module in modules:
-                        hooks.enter_context(module.layer.register_forward_hook(partial(_note_outputs, module)))
-                    deque(skeleton.trial(), 0)
-            for module in modules:
-                module.index -= first
-            skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
-            skeleton.windows = {j - first: skeleton.windows[j] for j in range(first, end)}
-            if first:
-                _refuse_leaks(skeleton)
-    except FlexError:
-        raise
-    except Exception as error:
-        raise UnsupportedModel(
-            f"{skeleton.name}: a trial pass through layers {first} to {end - 1} alone failed"
-            f" ({error or type(error).__name__})"
-        ) from error
+    failed = f"{skeleton.name}: a trial pass through layers {first} to {end - 1} alone failed"
+    with library_faults(failed, UnsupportedModel), marked(ATTENTION), torch.enable_grad():
+        if first:  # a skipped layer must return as many values
+            with ExitStack() as hooks:
+                for module in modules:
+                    hooks.enter_context(module.layer.register_forward_hook(partial(_note_outputs, module)))
+                deque(skeleton.trial(), 0)
+        for module in modules:
+            module.index -= first
+        skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
+        skeleton.windows = {j - first: skeleton.windows[j] for j in range(first, end)}
+        if first:
+            _refuse_leaks(skeleton)
 
 
 def _note_outputs(module: PausingLayer, _: nn.Module, __: Any, output: Any) -> None:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flexengine.errors import UnsupportedModel
+from flexengine.errors import UnsupportedModel, library_faults
 from flexengine.model.forward import Attend, Forward, Inputs, Layer, Logits, PausingLayer
 from flexengine.model.skeleton import Skeleton
 
@@ -57,15 +57,9 @@ class Slices:
 
 def slices_of(skeleton: Skeleton) -> Slices:
     """Return the slices of a whole model on the meta device. Raise UnsupportedModel if its pass fails."""
-    try:
-        with torch.no_grad():
-            return _traced(skeleton)
-    except UnsupportedModel:
-        raise
-    except Exception as error:
-        raise UnsupportedModel(
-            f"{skeleton.name}: the pass that finds its slices failed ({error or type(error).__name__})"
-        ) from error
+    failed = f"{skeleton.name}: the pass that finds its slices failed"
+    with library_faults(failed, UnsupportedModel), torch.no_grad():
+        return _traced(skeleton)
 
 
 def _traced(skeleton: Skeleton) -> Slices:

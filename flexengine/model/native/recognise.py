@@ -25,7 +25,7 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from flexengine import kernels
 from flexengine.errors import FlexError
-from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.cpu import NativeKernels, is_fp32
 from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, pausing_layers
 from flexengine.model.linear import FastLinear, Product, unwatched, use_product
 from flexengine.model.native.layer import ACTS, LayerKind, LayerParts, NativeLayer, Scratch
@@ -187,10 +187,6 @@ def _same(one: Any, *others: Any) -> bool:
     return isinstance(one, FunctionType) and any(steps(one) == steps(other) for other in known)
 
 
-def _plain(*tensors: Tensor) -> bool:
-    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
-
-
 def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
     """Return the fused forward of a norm, weight * (x / root mean square), or with 1 + weight; None for other code."""
     gemma = _same(cls.forward, Gemma2RMSNorm.forward) and _same(getattr(cls, "_norm", None), Gemma2RMSNorm._norm)
@@ -199,7 +195,7 @@ def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
     eps, shift = ("eps", 1.0) if gemma else ("variance_epsilon", 0.0)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not _plain(x, self.weight) or self.weight.shape != x.shape[-1:]:
+        if not is_fp32(x, self.weight) or self.weight.shape != x.shape[-1:]:
             return cls.forward(self, x)  # type: ignore[no-any-return]
         with unwatched():
             return kernels.load().rms_norm(x, self.weight, getattr(self, eps), shift)
@@ -214,7 +210,7 @@ def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         act = ACTS.get(type(self.act_fn).__name__)
-        if act is None or not _plain(x):
+        if act is None or not is_fp32(x):
             return cls.forward(self, x)  # type: ignore[no-any-return]
         return self.down_proj(kernels.load().gate(self.gate_proj(x), self.up_proj(x), act))  # type: ignore[no-any-return]
 
@@ -224,7 +220,7 @@ def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
 def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         expected = (q.shape[0], q.shape[2], q.shape[3])
-        if unsqueeze_dim != 1 or not _plain(q, k, cos, sin) or not (cos.shape == sin.shape == expected):
+        if unsqueeze_dim != 1 or not is_fp32(q, k, cos, sin) or not (cos.shape == sin.shape == expected):
             return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         kernel = kernels.load()
         with unwatched():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flexengine import shipped
 from flexengine.errors import InvalidInput, json_fault, shown
@@ -23,9 +23,6 @@ from flexengine.job.files import check_model_kept, check_not_overwritten
 from flexengine.job.inputs import FORMATS
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
-
-if TYPE_CHECKING:
-    pass
 
 AUTO = "auto"  # --policy: the planner chooses
 DTYPES = ("auto", "float32", "bfloat16", "float16")

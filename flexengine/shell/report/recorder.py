@@ -4,7 +4,6 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from flexengine.config import Completion, Result
 from flexengine.engine.summary import JobCounts, Progress
 from flexengine.errors import InvalidInput
-from flexengine.job.files import part_path
+from flexengine.job.files import whole_file
 from flexengine.job.resume import JobStore
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.shell.report.record import TIME, Bucket, ReportRecord, SweepRates, SweepSample, machine, planned
@@ -21,12 +20,9 @@ from flexengine.shell.report.record import TIME, Bucket, ReportRecord, SweepRate
 if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is opened
     from flexengine.engine.session import Session
 
-Say = Callable[[str], None]
-Clock = Callable[[], float]
 RENEW_SECONDS = 20.0  # between two pages of a running job, at least
 FIRST_SECONDS = 5.0  # before the first page
 MOST_SHARE = 0.02  # of the job's time that writing pages of a running job may take
-INSTALL = "pip install 'flexengine[report]'"
 
 
 def check(path: str) -> None:
@@ -44,7 +40,7 @@ def check(path: str) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise InvalidInput(f"--report needs matplotlib ({error}); {INSTALL}") from error
+        raise InvalidInput(f"--report needs matplotlib ({error}); pip install 'flexengine[report]'") from error
 
 
 class ReportRecorder:
@@ -62,13 +58,13 @@ class ReportRecorder:
         record: what the page shows.
     """
 
-    def __init__(self, path: str, command: Sequence[str], rows: JobStore, say: Say, clock: Clock = time.perf_counter):
-        self.path, self._rows, self._say, self._clock = path, rows, say, clock
+    def __init__(self, path: str, command: Sequence[str], rows: JobStore, say: Callable[[str], None]) -> None:
+        self.path, self._rows, self._say = path, rows, say
         self.record, self._sample, self._rates = ReportRecord(shlex.join(command)), SweepSample(), SweepRates()
         self._engine: Session | None = None
         self._watch: SweepMonitor | None = None
         self._decodes, self._taken, self._said = 0, 0, set[str]()
-        self._began = clock()
+        self._began = time.perf_counter()
         self._next = self._began + FIRST_SECONDS
 
     def __enter__(self) -> Self:
@@ -94,7 +90,7 @@ class ReportRecorder:
             self._sample.drop()
         self._watch = self._engine.watch
         self._sample.sweep_ended(total.sweeps, prefill)
-        if self._clock() >= self._next:
+        if time.perf_counter() >= self._next:
             self._write("running")
 
     def take(self, result: Result) -> None:
@@ -126,22 +122,18 @@ class ReportRecorder:
     def _write(self, state: str, error: str = "") -> None:
         from flexengine.shell.report.page import render
 
-        began, part = self._clock(), part_path(self.path)
+        began = time.perf_counter()
         try:
             self._renew(state, error)
-            text = render(self.record)
-            part.unlink(missing_ok=True)  # if `part` is a link, the page must not be written to the link's target
-            with part.open("x", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-            os.replace(part, Path(self.path).resolve())
+            page = render(self.record).encode("utf-8", "backslashreplace")
+            with whole_file(self.path) as file:
+                file.write(page)
         except Exception as problem:  # the job matters more than its page
             message = f"the report {self.path} is not written: {problem or type(problem).__name__}"
             if message not in self._said:
                 self._said.add(message)
                 self._say(message)
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-        end = self._clock()
+        end = time.perf_counter()
         self._next = end + max(RENEW_SECONDS, (end - began) / MOST_SHARE)
 
     def _renew(self, state: str, error: str) -> None:
@@ -150,7 +142,7 @@ class ReportRecorder:
         shown, rows, watch = self.record, self._rows, self._engine.watch
         shown.state, shown.error, shown.written = state, error, time.strftime(TIME)
         shown.machine = shown.machine or machine()
-        shown.elapsed = self._clock() - self._began
+        shown.elapsed = time.perf_counter() - self._began
         shown.counts = JobCounts(rows.total, rows.done, rows.failed, rows.resumed)
         shown.rates = self._rates.buckets
         shown.plan = None if watch is None else planned(watch, shown.model)
