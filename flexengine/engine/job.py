@@ -109,10 +109,13 @@ class Job:
 
     def _say_plan(self, workload: Workload, layout: Layout) -> None:
         if listener() is not None:
-            from flexengine.plan.search import plan_line
+            from flexengine.plan.search import first_line, plan_line
 
             cost, kept = self.planner.cost(workload), self.core.resident == layout.policy
-            message(plan_line(cost, cost.predict(layout, 0.0 if kept else 1.0)), logging.DEBUG)
+            predicted = cost.predict(layout, 0.0 if kept else 1.0)
+            message(plan_line(cost, predicted), logging.DEBUG)
+            if first := first_line(cost, predicted):
+                message(first)
 
     def _fitting(self, requests: Iterator[Request | Row], plan: Plan) -> Iterator[Request | Row]:
         """Yield the requests that fit, and rows with an error for prompts that are too long or cannot be run."""

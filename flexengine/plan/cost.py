@@ -61,6 +61,8 @@ class Prediction:
     seconds: float  # seconds of the whole job without `load_seconds`
     load_seconds: float  # by which the first sweep is longer because resident weights are read in it
     latency: float  # mean seconds from a row's entry to its end
+    first: float  # seconds from the start to the first end of a row
+    at_stake: float  # most seconds without an end of a row, over those of the job
     rows: int  # number of rows of the job
     tokens: int  # number of generated tokens
     alive: float  # sequences in a mean sweep
@@ -303,9 +305,10 @@ class Cost:
             waits = float(guest("neurons").waits(self.model, self.hardware, policy, sweeps, batch)[first])
         read, work = missing * reading(self.hardware, layout), {lane: float(x[first]) for lane, x in lanes.items()}
         loading = self._loading(policy, read, rest, work, waits)
-        rows = max(1, sweeps.rows)
+        rows, whole, (stored, gap) = max(1, sweeps.rows), float(seconds @ sweeps.times), sweeps.stores(seconds, loading)
         return Prediction(
-            policy=policy, layout=layout, seconds=float(seconds @ sweeps.times) + cache, load_seconds=loading,
+            policy=policy, layout=layout, seconds=whole + cache, load_seconds=loading, first=stored,
+            at_stake=gap / (whole + loading),
             latency=float((seconds * sweeps.times) @ sweeps.live + loading * sweeps.live[first]) / rows,
             rows=sweeps.rows, tokens=self.tokens,
             alive=float(sweeps.live @ sweeps.times / sweeps.times.sum()), counts=counts,

@@ -33,6 +33,7 @@ class Unit:
 
     stride: int  # sweeps per step of age
     live: Array  # probability that the sequence is alive
+    ended: Array  # probability that the sequence ends
     # by window (None: all), tokens that attention reads when the sequence decodes, with the new token, and at
     # most the window; 0 at age 0
     cached: Mapping[int | None, Array]
@@ -75,6 +76,8 @@ class Profile:
     rows: int  # sequences of the job
     peak: float = 0.0  # most page tokens ever held
     counted: Array | float = 1.0  # share of the sequences that `loaded` and `stored` include
+    ended: Array | float = 0.0  # sequences that end
+    periods: Array | float = 1.0  # number of times that the group of sweeps occurs; `times` counts all
 
     @staticmethod
     def stacked(sweeps: Sequence[Mapping[str, Any]], rows: int, counted: Array) -> "Profile":
@@ -92,6 +95,18 @@ class Profile:
     def live(self) -> Array:
         """Return the sequences alive, by sweep."""
         return self.entering + self.decoding
+
+    def stores(self, seconds: Array, loading: float) -> tuple[float, float]:
+        """Return the seconds until the first sequence ends, and the most seconds between two ends, or before the first.
+
+        Args:
+            seconds: of one sweep, by group.
+            loading: seconds before the first sweep.
+        """
+        once = self.times / self.periods
+        clock, ended = loading + np.cumsum(seconds * once), np.round(np.cumsum(self.ended * once))
+        ends = np.append(clock[np.diff(ended, prepend=0.0) > 0], clock[-1])
+        return float(ends[0]), float(np.diff(ends, prepend=0.0).max())
 
 
 def classes(workload: Workload) -> tuple[Array, Array, Array, Array]:
@@ -160,6 +175,7 @@ def unit(
     return Unit(
         stride=stride,
         live=step.sum(1),
+        ended=-np.diff(alive.sum(1), append=0.0),
         cached=cached,
         held=(held_tokens * alive).sum(1),
         loaded=(loaded * step).sum(1),
@@ -310,6 +326,8 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
     decoding[0] -= 1 / each.stride  # in its first sweep, a sequence computes its prompt
     return Profile(
         times=real[made] * share,
+        periods=walk.times[step][made],
+        ended=mean(by_entry(np.convolve(entered, each.ended)[:steps] / each.stride, np.zeros(steps))),
         entering=mean(prompts(1.0)),
         decoding=mean(np.maximum(sums(decoding, 0.0), 0.0)),
         prompt=mean(prompts(each.prompt)),

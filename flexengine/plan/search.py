@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from flexengine.activity import minutes
 from flexengine.errors import InvalidInput
 from flexengine.places import lane_of
 from flexengine.plan.candidates import PREFILL_TOKENS_GPU, Candidates, Options, placed_like
@@ -27,6 +28,10 @@ from flexengine.plan.workload import Workload
 KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
 MOST_SHARE = 0.95  # workers are used if the job takes at most this share of its seconds without them
 MIN_SPARSE_LOSS = 1.03  # a job that sparse attention makes longer by this factor has a warning
+# Of a job of MIN_LONG_SECONDS, at most the share MAX_AT_STAKE passes without a result, if that takes at most MAX_LONGER
+# times the shortest predicted seconds.
+MIN_LONG_SECONDS, MAX_AT_STAKE, MAX_LONGER = 600.0, 0.1, 1.03
+MIN_FIRST_SECONDS = 30.0  # a job whose first row ends later says when
 MIN_LOAD_SECONDS = 10.0  # shorter loading of resident weights is accepted without trying to stream them
 
 
@@ -39,7 +44,7 @@ class Search:
 
 
 def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: Options | None = None) -> Search:
-    """Return the policy with which the job ends first.
+    """Return the policy with which the job ends first, or hardly later if results then come often (`_storing`).
 
     Raises:
         TooLittle: no policy fits; the error says how much memory is enough.
@@ -98,7 +103,7 @@ def _best(tried: Candidates) -> Prediction:
         unit = 10.0 ** (math.floor(math.log10(best.latency)) - 3)
         least = f"{math.ceil(best.latency / unit - 1e-9) * unit:.4g}"  # rounded up
         raise InvalidInput(f"latency limit is {limit} s; the least found here is {least} s, set the limit higher")
-    return best
+    return _storing(tried, best)
 
 
 def _try_blocks(tried: Candidates, on_device: bool) -> bool:
@@ -140,10 +145,21 @@ def plan_line(cost: Cost, prediction: Prediction) -> str:
         f"block of {block} ({count(batches, 'gpu_batch', 'gpu_batches')})",
         f"bottleneck: {waits_for(prediction.bottleneck, shared)}",
     ]
-    if cost.hardware.measured or timed(cost.hardware, cost.model):
+    if _timed(cost):
         rate = prediction.tokens / prediction.total_seconds
         parts.append(f"predicted: at most {clock(prediction.total_seconds)}, {digits(rate)} tok/s")
     return f"plan: {'; '.join(parts)}"
+
+
+def first_line(cost: Cost, prediction: Prediction) -> str:
+    """Return the line that says when the first row ends; "" if that is soon, or if rates are not measured."""
+    if prediction.first < MIN_FIRST_SECONDS or not _timed(cost):
+        return ""
+    return f"first results in about {minutes(prediction.first)} (predicted)"
+
+
+def _timed(cost: Cost) -> bool:
+    return cost.hardware.measured or timed(cost.hardware, cost.model)
 
 
 def _places(prediction: Prediction, kind: str, shared: bool) -> str:
@@ -194,6 +210,25 @@ def _without_workers(tried: Candidates, best: Prediction) -> Prediction:
         return best
     other = min(others, key=attrgetter("total_seconds"))
     return other if best.total_seconds > MOST_SHARE * other.total_seconds else best
+
+
+def _storing(tried: Candidates, best: Prediction) -> Prediction:
+    """Return the fastest policy that stores results of a long job often (MAX_AT_STAKE) and costs little, or `best`.
+
+    A job that is killed loses the work on rows that have not ended.
+    """
+    if best.total_seconds < MIN_LONG_SECONDS or best.at_stake <= MAX_AT_STAKE:
+        return best
+    latency, seconds = tried.options.latency_limit or math.inf, MAX_LONGER * best.total_seconds
+    often = [
+        p
+        for p in tried.predictions.values()
+        if p.at_stake <= MAX_AT_STAKE
+        and p.total_seconds <= seconds
+        and p.latency <= latency
+        and bool(p.policy.works) == bool(best.policy.works)
+    ]
+    return min(often, key=attrgetter("total_seconds"), default=best)
 
 
 def unused_workers(tried: Iterable[Prediction], best: Prediction) -> str:

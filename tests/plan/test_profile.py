@@ -314,3 +314,24 @@ def test_a_gpu_batch_loads_shared_pages_once(batch: int) -> None:
             loaded += len({page if page < 12 else (page, i) for i in range(first, min(8, first + batch))
                            for page in range(-(-cached // 16))})  # fmt: skip
     assert 8 * float(unit(workload, 512, pages, 1.0, batch).loaded.sum()) == pytest.approx(16 * loaded, rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("rows", [[(50, 20)] * 60, [(50, 700)] * 40, [(9, 5)] * 30 + [(9, 40)] * 30, [(9, 1)] * 50])
+def test_sweeps_between_ends_of_rows(schedule: str, rows: Rows) -> None:
+    """Until the first end and, for rows of one size, the most between two ends. Steps may have three sweeps."""
+    case = Case(rows, Policy(8, 2, schedule=schedule), "device", Pool(10**5, 16))
+    walk, ends, sweeps = Sweeps(case.policy, {"device": (case.pool,)}), [0], 0
+    for i, (prompt, most) in enumerate(random.Random(3).sample(rows, len(rows))):
+        walk.add(Sequence(i, prompt, most))
+    while not walk.idle:
+        batches = walk.begin(lambda sequence, pages: None)
+        before, sweeps = set(walk.live), sweeps + 1
+        walk.advance(batches, set())
+        ends += [sweeps] * bool(before - set(walk.live))
+    found = told(case)
+    first, longest = found.stores(np.ones(len(found.times)), 0.0)
+    step = -(-max(n for _, n in rows) // profiles.MAX_AGES)
+    assert first == pytest.approx(ends[1], abs=step, rel=0.02)
+    assert len(set(rows)) > 1 or longest == pytest.approx(max(np.diff(ends)), abs=step, rel=0.02)
+    assert found.stores(np.ones(len(found.times)), 10_000.0) == (first + 10_000, first + 10_000)

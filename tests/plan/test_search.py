@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pulp
 import pytest
 
+from flexengine import shipped
+from flexengine.engine.job import Job
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import TIERS
 from flexengine.plan import placement, refinement
+from flexengine.plan import search as searching
 from flexengine.plan.candidates import Candidates, Options
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
@@ -373,3 +376,38 @@ def test_the_largest_block_is_tried_as_one_gpu_batch_too(monkeypatch: pytest.Mon
     monkeypatch.setattr(Cost, "predict", told)
     best = search(SMALL, squeezed(machine_of(random.Random(1), "cpu"), 40.0), Workload({(20, 9): 96})).best.policy
     assert (best.gpu_batch_size, best.num_gpu_batches) == (96, 1)
+
+
+LONG = Workload({(512, 128): 1000})  # 18 minutes
+ROOMY = replace(Hardware.load(shipped.find("hardware", "cpu-2core_24gb")), device_bytes=1 << 40)
+
+
+def test_results_of_a_long_job_come_at_least_every_tenth_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows in one block are fastest, but end together. A smaller block is chosen if it costs at most 3 %."""
+    model, searched = opt(12, 768, 12, 4096), search(opt(12, 768, 12, 4096), ROOMY, LONG)
+    fastest = min(searched.tried, key=totals)
+    assert fastest.policy.block_size >= 1000
+    assert fastest.first == pytest.approx(totals(fastest), rel=0.01)
+    assert fastest.at_stake == pytest.approx(1.0)
+    assert searched.best.at_stake <= 0.1
+    assert searched.best.first < 0.1 * totals(searched.best)
+    assert totals(fastest) < totals(searched.best) <= 1.03 * totals(fastest)
+    half = search(model, ROOMY, Workload({(512, 128): 500})).best  # under 10 minutes
+    assert half.at_stake == pytest.approx(1.0)
+    limit = totals(searched.best) / totals(fastest) - 0.001
+    monkeypatch.setattr(searching, "MAX_LONGER", limit)
+    assert search(model, ROOMY, LONG).best.policy.block_size > 100  # no block of a tenth is that cheap
+
+
+@pytest.mark.parametrize(("measured", "rows", "said"), [(True, 300, 1), (False, 300, 0), (True, 1, 0)])
+def test_a_job_says_when_its_first_results_come(measured: bool, rows: int, said: int) -> None:
+    work = Workload({(512, 128): rows})
+    cost = Cost(opt(12, 768, 12, 4096), replace(ROOMY, measured=measured), work)
+    layout = lay_out(cost.model, Policy(50, 6), work, ROOMY.capacity)
+    job = SimpleNamespace(planner=SimpleNamespace(cost=lambda _: cost), core=SimpleNamespace(resident=None))
+    with listening() as heard:
+        Job._say_plan(job, work, layout)  # type: ignore[arg-type]
+    seconds = round(totals(cost.predict(layout)))  # all rows end together
+    line = f"first results in about {seconds // 60}:{seconds % 60:02} (predicted)"
+    assert heard.messages[1:] == [line] * said
+    assert seconds > 60 or rows == 1
