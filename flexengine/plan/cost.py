@@ -17,11 +17,12 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import DEVICE, DISK, HOST, further_disks, lane_of, place_of, workers_in_memory
+from flexengine.places import lane_of, place_of, workers_in_memory
 from flexengine.plan import guest
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.hardware import Capacity, Hardware, at
+from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import Layout, lay_out
+from flexengine.plan.loading import reading, touched
 from flexengine.plan.profile import Profile, Unit, Walk, never_waits, summed, unit, walk
 from flexengine.plan.rates import Rates
 from flexengine.plan.sizes import PAGE_TOKENS, Array, layer_pages
@@ -48,8 +49,6 @@ from flexengine.schedule.place import cache_homes, count_by_tier
 Fractions = Mapping[str, Any]  # floats, or arrays by sweep
 Talk = Mapping[str, Mapping[str, float]]  # as `Hardware.crosstalk`
 T = TypeVar("T")
-LOAD_BYTES = 8 << 20  # of one read or write of weights
-RESIDENT = (DEVICE, HOST)  # places in memory, whose weights are read once
 
 
 @dataclass(frozen=True)
@@ -374,34 +373,3 @@ class Cost:
             HIDDEN: {place: hidden.get(place, 0) / batches for place in layout.places},
         }
         return {fraction(kind, tier): share for kind, by_tier in shares.items() for tier, share in by_tier.items()}
-
-
-def reading(hardware: Hardware, layout: Layout) -> float:
-    """Return the seconds of reading all weights that are not streamed from the checkpoint, if no other lane is busy.
-
-    The same lane copies weights to further disks, so these writes are included.
-    """
-    read = sum(nbytes for place, nbytes in layout.stored_bytes.items() if place != DISK)
-    copies = (write_seconds(hardware, disk, layout.stored_bytes[disk]) for disk in further_disks(layout.places))
-    return read / at(hardware.checkpoint_read, LOAD_BYTES) + sum(copies)
-
-
-def write_seconds(hardware: Hardware, disk: str, nbytes: float) -> float:
-    """Return the seconds of writing copies of weights to a disk."""
-    return nbytes / at(hardware.lane_rates(place_of(disk).lanes[1]), LOAD_BYTES)
-
-
-def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, float]:
-    """Return the seconds of page faults of new RAM: in the KV cache, and in everything else.
-
-    The KV cache's page faults happen as it fills, all others in the first sweep.
-
-    Args:
-        missing: share of the resident weights that are not yet in RAM.
-    """
-    tiers = RESIDENT if hardware.shared or hardware.kind == "sim" else (HOST,)
-    booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
-    cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
-    rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, hardware.touch
-    busy = hardware.touch_busy if not hardware.gpu else 0.0  # a GPU computes without the processor
-    return (cache / (busy or rate), rest / rate) if rate else (0.0, 0.0)

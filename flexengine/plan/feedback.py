@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from flexengine.plan.cost import Cost, reading
+from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout
+from flexengine.plan.loading import reading
 from flexengine.plan.profile import Profile
 from flexengine.plan.rates import timed
 from flexengine.plan.sizes import Array

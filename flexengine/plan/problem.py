@@ -18,9 +18,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from flexengine.places import TIERS, further_disks
-from flexengine.plan.cost import LOAD_BYTES, RESIDENT, Cost, write_seconds
+from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Capacity, Hardware, at
 from flexengine.plan.layout import Layout
+from flexengine.plan.loading import LOAD_BYTES, RESIDENT, write_seconds
 from flexengine.plan.profile import Profile
 from flexengine.plan.sizes import DELEGATION, Array
 from flexengine.plan.terms import CACHE, HIDDEN, KINDS, WEIGHTS, fraction, kind_of

@@ -8,10 +8,11 @@ import pytest
 
 from bench.simulate import simulate
 from flexengine.places import STAGED, TIERS
-from flexengine.plan.cost import LOAD_BYTES, Cost
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
+from flexengine.plan.loading import LOAD_BYTES
 from flexengine.plan.problem import phases as phases_of
 from flexengine.plan.rates import Attention, Rates
 from flexengine.plan.terms import embedding

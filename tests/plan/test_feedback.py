@@ -12,9 +12,9 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.measure import store
 from flexengine.places import STAGED
 from flexengine.plan.cost import Cost
-from flexengine.plan.cost import reading as reading_of
 from flexengine.plan.feedback import MAX_RELATIVE_ERROR, MIN_JOB_SECONDS, MIN_LANE_SHARE, SweepMonitor
 from flexengine.plan.layout import lay_out
+from flexengine.plan.loading import reading as reading_of
 from flexengine.plan.workload import Workload
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
