@@ -1,0 +1,39 @@
+"""Seconds of what happens once in a job: weights that stay in memory are read, and RAM is touched for the first time."""
+
+from flexengine.places import DEVICE, DISK, HOST, further_disks, place_of
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.layout import Layout
+
+LOAD_BYTES = 8 << 20  # of one read or write of weights
+RESIDENT = (DEVICE, HOST)  # places in memory, whose weights are read once
+
+
+def reading(hardware: Hardware, layout: Layout) -> float:
+    """Return the seconds of reading all weights that are not streamed from the checkpoint, if no other lane is busy.
+
+    The same lane copies weights to further disks, so these writes are included.
+    """
+    read = sum(nbytes for place, nbytes in layout.stored_bytes.items() if place != DISK)
+    copies = (write_seconds(hardware, disk, layout.stored_bytes[disk]) for disk in further_disks(layout.places))
+    return read / at(hardware.checkpoint_read, LOAD_BYTES) + sum(copies)
+
+
+def write_seconds(hardware: Hardware, disk: str, nbytes: float) -> float:
+    """Return the seconds of writing copies of weights to a disk."""
+    return nbytes / at(hardware.lane_rates(place_of(disk).lanes[1]), LOAD_BYTES)
+
+
+def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, float]:
+    """Return the seconds of page faults of new RAM: in the KV cache, and in everything else.
+
+    The KV cache's page faults happen as it fills, all others in the first sweep.
+
+    Args:
+        missing: share of the resident weights that are not yet in RAM.
+    """
+    tiers = RESIDENT if hardware.shared or hardware.kind == "sim" else (HOST,)
+    booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
+    cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
+    rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, hardware.touch
+    busy = hardware.touch_busy if not hardware.gpu else 0.0  # a GPU computes without the processor
+    return (cache / (busy or rate), rest / rate) if rate else (0.0, 0.0)
