@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from flexengine.errors import InvalidInput, shown
-from flexengine.records import Limit, check, refuse
+from flexengine.records import Limit, as_whole, check, refuse
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
@@ -58,7 +58,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     """Return biases by token id. Nulls are left out, as columns of tables have a field for the tokens of all rows."""
     wanted = "an object of numbers from -100 to 100 by token id"
     try:
-        pairs = [(key, bias) for key, bias in dict(value).items() if bias is not None]
+        pairs = [(as_whole(key), bias) for key, bias in dict(value).items() if bias is not None]
     except (TypeError, ValueError):
         refuse(name, value, wanted)
     for key, bias in pairs:
@@ -79,8 +79,9 @@ def _bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
 def _bad_word(name: str, word: Any) -> str | tuple[int, ...]:
     if isinstance(word, str) and word.strip():
         return _stop_string(name, word)
-    if isinstance(word, list | tuple) and word and all(type(token) is int and token >= 0 for token in word):
-        return tuple(word)
+    tokens = tuple(map(as_whole, word)) if isinstance(word, list | tuple) else ()
+    if tokens and all(type(token) is int and token >= 0 for token in tokens):
+        return tokens
     refuse(name, word, "a text that is not blank, or a list of token ids")
 
 
@@ -98,7 +99,7 @@ def _template_variables(name: str, value: Any) -> dict[str, Any] | None:
         raise InvalidInput(f"{fault}; remove it, or give it as a field of the row")
     variables = {key: each for key, each in value.items() if each is not None}
     try:
-        json.dumps(variables)
+        json.dumps(variables, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{name} has a value that JSON cannot hold: {error}") from error
     return variables or None

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from importlib import import_module
 from typing import Any
 
@@ -185,6 +186,13 @@ def library_faults(what: str, kind: type[FlexError] = InvalidInput) -> Iterator[
         raise kind(f"{what}: {type(error).__name__}: {error}") from error
 
 
+def is_missing(value: Any) -> bool:
+    """Return whether a value is one of those that say that there is none: NaN and NaT, or NA of pandas."""
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float | Decimal) and bool(value != value)
+
+
 _WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)
 _JSON_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "true or false"), (str, "a string"), ((int, float), "a number"), ((list, tuple), "an array"),
@@ -197,6 +205,8 @@ def json_kind(value: object) -> str:
     kind."""
     if value is None:
         return "null"
+    if is_missing(value):
+        return f"missing ({str(value).strip('<>').replace('nan', 'NaN')})"
     return next((name for kind, name in _JSON_KINDS if isinstance(value, kind)), type(value).__name__)
 
 

@@ -90,7 +90,7 @@ def allowed(kind: Any, notes: Sequence[Any] = ()) -> Allowed:
 
 
 def checked(rule: Allowed, name: str, value: Any) -> Any:
-    """Return a value in the form of its type: a whole number may become a float, a list a tuple, an object a record.
+    """Return a value in the form of its type: 2.0 may become 2 and 2 become 2.0, a list a tuple, an object a record.
     Raise InvalidInput, which begins with `name`, if the value is not allowed."""
     value, kind, (low, high) = plain(value), rule.kinds[0], rule.limit
     if value is None and rule.optional:
@@ -102,6 +102,7 @@ def checked(rule: Allowed, name: str, value: Any) -> Any:
         if isinstance(value, rule.kinds) and (bool in rule.kinds or not isinstance(value, bool)) and not no_file:
             return value
     elif kind is int or kind is float:
+        value = as_whole(value) if kind is int else value
         is_number = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
         if is_number and (isinstance(value, kind) or abs(value) <= _LARGEST):  # a larger one is no float
             return value if type(value) is kind else kind(value)
@@ -132,9 +133,15 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
     return value
 
 
-def check_argument(name: str, value: object, kind: Any) -> None:
-    """Raise InvalidInput if the value of an argument is not allowed. kind: its annotation."""
-    checked(allowed(kind), name, value)
+def as_whole(value: Any) -> Any:
+    """Return a float that is a whole number as int, as JSON and pandas do not tell 2.0 from 2; else the value."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def check_argument(name: str, value: object, kind: Any) -> Any:
+    """Return the value of an argument as `checked` does. Raise InvalidInput if it is not allowed. kind: its
+    annotation."""
+    return checked(allowed(kind), name, value)
 
 
 def check(record: Any, prefix: str = "") -> None:

@@ -105,7 +105,7 @@ def test_equal_parameters_are_one_key() -> None:
         ({"stop_token_ids": "12"}, "stop_token_ids is '12'"),
         ({"stop_token_ids": [1, -1]}, "stop_token_ids[1] is -1; it must be a whole number of at least 0"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0] is True"),
-        ({"stop_token_ids": [1.0]}, "stop_token_ids[0] is 1.0"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids[0] is 1.5"),
         ({"ignore_eos": None}, "ignore_eos is None; it must be True or False"),
         ({"min_tokens": -1}, "min_tokens is -1; it must be a whole number of at least 0"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, more than max_tokens 8; lower it"),
@@ -124,6 +124,8 @@ def test_equal_parameters_are_one_key() -> None:
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has 'tools', which is no variable"),
         ({"chat_template_kwargs": {"conversations": []}}, "has 'conversations', which is no variable"),
         ({"chat_template_kwargs": {"self": 1}}, "has 'self', which is no variable"),
+        ({"chat_template_kwargs": {"a": [INF]}}, "chat_template_kwargs has a value that JSON cannot hold"),
+        ({"bad_words": [[1.5]]}, "bad_words[0] is [1.5]"),
         ({"chat_template_kwargs": {"a": {1}}}, "chat_template_kwargs has a value that JSON cannot hold"),
     ],
 )
@@ -149,10 +151,18 @@ def test_no_field_takes_what_is_no_finite_number(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("value", [True, "1", 1.0, [1], {}, NAN, INF, HUGE, -HUGE], ids=_kind)
+@pytest.mark.parametrize("value", [True, "1", 1.5, [1], {}, NAN, INF, HUGE, -HUGE], ids=_kind)
 def test_no_field_takes_what_is_no_whole_number(name: str, value: Any) -> None:
     with pytest.raises(InvalidInput, match=f"^{name} is "):
         SamplingParams(**{name: value})
+
+
+def test_floats_that_are_whole_numbers_are_integers() -> None:
+    """As in rows: JSON and pandas do not tell 2.0 from 2."""
+    whole = dict.fromkeys((*WHOLE, "min_tokens"), 2.0)
+    made = SamplingParams(**whole, stop_token_ids=[4.0], bad_words=[[5.0]], logit_bias={6.0: 1})  # type: ignore
+    same = SamplingParams(**dict.fromkeys(whole, 2), stop_token_ids=(4,), bad_words=((5,),), logit_bias={6: 1})  # type: ignore
+    assert repr(made) == repr(same)
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "stop", "ignore_eos"])

@@ -43,7 +43,7 @@ class Outer:
         ({"name": 1}, "outer name is 1; it must be one of a, b"),
         ({"size": 0}, "outer size is 0; it must be a whole number of at least 1 and at most 2,000, or None"),
         ({"size": True}, "outer size is True; it must be a whole number"),
-        ({"size": 2.0}, "outer size is 2.0; it must be a whole number"),
+        ({"size": 2.5}, "outer size is 2.5; it must be a whole number"),
         ({"on": 1}, "outer on is 1; it must be True or False"),
         ({"on": None}, "outer on is None; it must be True or False"),
         ({"words": [1]}, "outer words[0] is 1; it must be text"),

@@ -126,7 +126,7 @@ class Found(NamedTuple):
     """A row as one reader sees it.
 
     Attributes:
-        prompt: its prompt; None if it has none that is text, or the prompt cannot be read.
+        prompt: its prompt, also of a row with a fault; None if it has none that is text, or it cannot be read.
         readable: whether it has no fault of the file's format.
     """
 
@@ -205,7 +205,8 @@ def table_of_text(rng: random.Random, rows: int, delimiter: str) -> tuple[bytes,
         if rng.random() < 0.2:
             line = rng.choice(BAD_CSV).replace(b"{d}", delimiter.encode())
             parts.append(line + b"\n")
-            found.append(Found(None, False))
+            kept = line.startswith(f"1{delimiter}2".encode())  # cells of a row with too few or too many stay
+            found.append(Found("2" if kept else None, False))
         elif rng.random() < 0.1:
             parts.append(rng.choice((b"\n", b"\r\n")))
         else:

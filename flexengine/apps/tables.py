@@ -85,7 +85,8 @@ def read_records(
         columns, records = csv_table(file, source) if in_text else arrow_table(source, None)
         if double := sorted(name for name, count in Counter(columns).items() if count > 1):
             raise InvalidInput(f"{what} has several columns named {double[0]!r}; rename them")
-        rows = tuple(islice(records, limit))
+        # Cells of a row with too few or too many of them may be those of other columns.
+        rows = tuple(row._replace(fields={}) if in_text and row.fault else row for row in islice(records, limit))
     if not rows:
         raise InvalidInput(f"{what} has no rows; name a file with at least one")
     return tuple(columns), rows

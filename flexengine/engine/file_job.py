@@ -228,8 +228,7 @@ def run_job(
 ) -> Summary:
     """Run the rows of a file on an engine; see `Engine.run_job`, which has the further arguments."""
     given = {"input": input, "output": output, "params": params, **arguments}
-    for name, kind in _ARGUMENTS.items():
-        check_argument(name, given[name], kind)
+    given = {name: check_argument(name, given[name], kind) for name, kind in _ARGUMENTS.items()}
     reading = {"form" if name == "input_format" else name: given[name] for name in list(_ARGUMENTS)[3:-2]}
     input = STDIN if input == "-" else input
     check_output(output, input)

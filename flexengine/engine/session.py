@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pkgutil import resolve_name
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 
 from flexengine.activity import MESSAGE, Activity, listener_of, log, reported, reporting
 from flexengine.config import Result, SamplingParams
@@ -87,7 +87,13 @@ class Session:
         self._turn = threading.RLock()  # held while the job's generator is executed or closed
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse copy and pickle: two engines would share one memory, which either would free."""
+        self._check_open()
+        raise InvalidInput("an engine can be neither copied nor pickled; use this one, or open another Engine")
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,7 +3,7 @@
 import base64
 import datetime
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ class TableRow(NamedTuple):
     line: int  # line on which the row starts, from 1
     fields: dict[str, Any]  # cells by column, converted to values that JSON can hold
     fault: str | None = None  # why the row cannot be used; None if it can
+    numbers: Mapping[str, float] = {}  # NaN and infinities by column, which `fields` has as None
 
 
 def records_of(batch: Any) -> Iterator[dict[str, Any]]:
@@ -81,7 +82,9 @@ def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) ->
             wrong = utf8_fault(value)
             fault = fault or (wrong if texts is not None else None)
             cells[name] = value if wrong else value.decode("utf-8")
-    return TableRow(line, {name: _plain(v) for name, v in cells.items() if not isinstance(v, Exception)}, fault)
+    numbers = {name: v for name, v in cells.items() if isinstance(v, float) and not math.isfinite(v)}
+    fields = {name: _plain(v) for name, v in cells.items() if not isinstance(v, Exception)}
+    return TableRow(line, fields, fault, numbers)
 
 
 def _plain(value: Any) -> Any:

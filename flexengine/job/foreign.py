@@ -8,7 +8,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
-from flexengine.records import DEPTH
+from flexengine.records import DEPTH, as_whole
 
 OVERRIDES = tuple(f.name for f in fields(SamplingParams))
 VARIABLES = "chat_template_kwargs"
@@ -141,4 +141,4 @@ def whole(value: Any, depth: int = DEPTH) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple) and depth:
         return [whole(each, depth - 1) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return as_whole(value)

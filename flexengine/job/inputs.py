@@ -206,7 +206,8 @@ class InputFile:
 
         Args:
             name: a file, or a stream, which is copied to a temporary file as it can be read only once.
-            form: one of FORMATS; None takes the format of the file's suffix, and jsonl for a stream without a suffix.
+            form: one of FORMATS; None takes the format of the file's suffix, and for a stream without a suffix csv if
+                a delimiter is given, else jsonl.
             delimiter: the character between cells of a .csv or .tsv file; None is that of its format.
             memory: bytes of RAM that the user gave the job; a part of them limits the process that reads a table. None
                 is a constant limit.
@@ -219,7 +220,7 @@ class InputFile:
         self._copy: Any = None
         if name.is_dir():
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
-        self.form, packed = _form_of(name, form)
+        self.form, packed = _form_of(name, form, "jsonl" if delimiter is None else "csv")
         self.delimiter = _delimiter_of(self.form, delimiter)
         try:
             self.file = self._regular()
@@ -345,13 +346,15 @@ def _delimiter_of(form: str, given: str | None) -> str:
         return own
     given = "\t" if given == "\\t" else given
     if not own or len(given) != 1 or given in '"\r\n':
-        must = "it must be one character, and no quote or line end" if own else "only .csv and .tsv files have one"
+        other = "only .csv and .tsv files have one; give --input-format csv (input_format='csv' in Python)"
+        must = "it must be one character, and no quote or line end" if own else other
         raise InvalidInput(f"--delimiter (delimiter in Python) is {given!r}; {must}")
     return given
 
 
-def _form_of(name: Path, form: str | None) -> tuple[str, str]:
-    """Return the format of an input, one of FORMATS, and the compression that its suffix states ("" for none)."""
+def _form_of(name: Path, form: str | None, of_stream: str) -> tuple[str, str]:
+    """Return the format of an input, one of FORMATS, and the compression that its suffix states ("" for none).
+    of_stream: the format of a stream without a suffix."""
     suffix = name.suffix.lower()
     packed = _PACKED.get(suffix, "")
     if form is not None:
@@ -360,7 +363,7 @@ def _form_of(name: Path, form: str | None) -> tuple[str, str]:
         return form, packed
     inner = Path(name.stem).suffix.lower() if packed else suffix
     if not inner and is_stream(name):
-        return "jsonl", packed
+        return of_stream, packed
     named = next((name for name, kind in FORMATS.items() if inner in kind.suffixes), None)
     if named is not None:
         return named, packed

@@ -12,7 +12,7 @@ import math
 import re
 import string
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from flexengine.errors import InvalidInput, json_fault, json_kind
 from flexengine.job.inputs import InputFile, ReadRows
-from flexengine.job.row_fields import RowRules
+from flexengine.job.row_fields import RowRules, with_numbers
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -120,13 +120,17 @@ def requested(row: Row, fields: dict[str, Any], rules: RowRules) -> Row:
 
 def _json_row(row: Row, raw: bytes, rules: RowRules) -> Row:
     try:
-        fields = json_object(raw)
+        given = json_object(raw)
+        fields = json_object(raw, lambda _: None) if b"NaN" in raw or b"Infinity" in raw else given
         row = Row(row.index, row.line, fields)
         if not is_batch_line(fields, (*PROMPT_KINDS, rules.column, *rules.columns)):
-            return requested(row, fields, rules)
+            row = requested(row, fields, rules)
+            return row if fields is given else replace(row, request=with_numbers(row.request, given))
         from flexengine.job import openai  # most files have no such line
 
         row = replace(row, custom_id=openai.custom_id_of(fields))
+        if isinstance(body := fields.get("body"), dict):
+            fields = {**fields, "body": with_numbers(body, given["body"])}
         return replace(row, request=openai.request_of(fields))
     except InvalidInput as error:
         return row.refused(str(error))
@@ -298,13 +302,13 @@ def too_many(raw: bytes) -> str | None:
     return f"has over {MAX_VALUES:,} values" if count > MAX_VALUES else None
 
 
-def json_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line. NaN and Infinity, which Python and pandas write, become None. Raise
-    InvalidInput if the line holds no object, or holds numbers beyond a float's range."""
+def json_object(raw: bytes, constant: Callable[[str], Any] = float) -> dict[str, Any]:
+    """Return the JSON object in a line. Raise InvalidInput if the line holds no object, or numbers beyond a float's
+    range. constant: return the value of NaN, Infinity and -Infinity, which Python and pandas write."""
     if fault := too_wide(raw) or utf8_fault(raw) or too_many(raw):
         raise InvalidInput(fault)
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=lambda _: None, parse_float=_finite)
+        value = json.loads(raw.decode("utf-8"), parse_constant=constant, parse_float=_finite)
     except json.JSONDecodeError as error:  # its own text counts lines within this line
         raise InvalidInput(f"invalid JSON: {json_reason(error)} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line
 from flexengine.job.csv_records import csv_records
 from flexengine.job.inputs import FORMATS, InputFile, ReadRows
-from flexengine.job.row_fields import RowRules, unknown_column
+from flexengine.job.row_fields import RowRules, kept_name, unknown_column, with_numbers
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.table_process import table_rows
 
@@ -28,6 +28,7 @@ _AS_UTF8 = "save the file as UTF-8"
 _OF_EXCEL = f"{_AS_UTF8} (Excel: CSV UTF-8), or convert it: iconv -f WINDOWS-1252 -t UTF-8"
 _SAMPLE = 100  # rows in which the column with the longest text is searched
 _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
+FURTHER = "further_cells"  # field with the cells of a row that has more than the header
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
 
 
@@ -105,7 +106,7 @@ def open_table(source: InputFile, rules: RowRules) -> ReadRows:
         try:
             if record.fault is not None:
                 raise InvalidInput(record.fault)
-            request = rules.request(record.fields)
+            request = with_numbers(rules.request(record.fields), record.numbers)
             cells = {name: convert(name, value) for name, value in request.items()} if in_text else request
             return replace(row, request=cells)
         except InvalidInput as error:
@@ -133,9 +134,12 @@ def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[Ta
 
     def named() -> Iterator[TableRow]:
         for line, cells, fault in records:
+            fields: dict[str, Any] = dict(zip(columns, cells, strict=False))
             if fault is None and len(cells) != len(columns):
                 fault = f"has {len(cells)} cells, but the header has {len(columns)}"
-            yield TableRow(line, {} if fault else dict(zip(columns, cells, strict=True)), fault)
+                if further := cells[len(columns) :]:
+                    fields[kept_name(FURTHER, columns, columns)] = further
+            yield TableRow(line, fields, fault)
 
     return columns, named()
 

@@ -78,9 +78,15 @@ class RowRules:
         return {name: value for name, value in own.items() if name in others} | prompt
 
 
+def with_numbers(request: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request whose options are those of `given`: with NaN and infinities, which `request` has as None. They
+    are refused as options, and null as data."""
+    return request | {name: given[name] for name in request.keys() & given.keys() & OPTIONS}
+
+
 def _no_prompt(column: str, own: Mapping[str, Any]) -> str:
     if column in own:
-        return f"{column} is null, but it is to hold the prompt; give a text"
+        return f"{column} is null or NaN, but it is to hold the prompt; give a text"
     return f"has no {column!r}, which is to hold the prompt; it has {sorted(own)}"
 
 

@@ -7,11 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from decimal import Decimal
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, json_kind, library_faults, shown
+from flexengine.errors import InvalidInput, is_missing, json_kind, library_faults, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.chats import TOOLS, chat_token_ids, check_format, check_roles, messages_of, tools_of
 from flexengine.job.foreign import CHAT_ONLY, check_foreign, own_sampling, whole
@@ -81,16 +80,10 @@ def row_of(prompt: object, index: int) -> Row:
         return Row(index, 0, {"prompt": prompt})
     if isinstance(prompt, Mapping):  # pandas has NaN for no value
         cells = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in prompt.items()}
-        return Row(index, 0, {k: v for k, v in cells.items() if not _is_missing(v)})
+        cells |= {k: None for k in (*PROMPT_KINDS, CONTEXT, *SCORED_KINDS) if is_missing(cells.get(k))}
+        return Row(index, 0, {k: v for k, v in cells.items() if not is_missing(v)})
     must = "it must be a string or an object with the fields of a row, such as prompt_token_ids"
-    return Row(index, 0).refused(f"is {json_kind(prompt)}; {must}")
-
-
-def _is_missing(value: Any) -> bool:
-    """Return whether a value is one of those that say that there is none: NaN and NaT, or NA of pandas."""
-    if type(value).__name__ in ("NAType", "NaTType"):
-        return True
-    return isinstance(value, float | Decimal) and bool(value != value)
+    return Row(index, 0).refused(f"is {json_kind(whole(prompt))}; {must}")
 
 
 def refuse_table(name: str, value: Any) -> None:
@@ -226,7 +219,7 @@ def _prompt_ids(
     """
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if nulls := [kind for kind in PROMPT_KINDS if kind in request and not present]:
-        raise InvalidInput(f"{nulls[0]} is null; give a text, messages or token ids")
+        raise InvalidInput(f"{nulls[0]} is null or NaN, so missing; give a text, messages or token ids")
     if len(present) != 1:
         others = "--prompt-column, or prompt_column of run_job, names another"
         fields = "" if present else f" (its fields are {shown(list(request))}; {others})"

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import copy
 import gc
 import json
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -123,9 +125,16 @@ def test_missing_values_are_error_rows(engine: Any) -> None:
     results = engine.generate(pd.Series(["One two", None, float("nan"), "Three"], dtype=object), SHORT)
     assert [result.token_ids for result in results if result.error is None] == engine.expected
     assert [result.error for result in results[1:3]] == [
-        "prompt 1: is None; it must be a string or an object with the fields of a row, such as prompt_token_ids",
-        "prompt 2: is a number; it must be a string or an object with the fields of a row, such as prompt_token_ids",
+        f"prompt {i}: is {what}; it must be a string or an object with the fields of a row, such as prompt_token_ids"
+        for i, what in ((1, "None"), (2, "missing (NaN)"))
     ]
+    missing = (float("nan"), np.float32("nan"), pd.NA, pd.NaT)
+    rows = [*missing, *({"prompt": each, "messages": each, "x": 1} for each in missing)]
+    errors = [str(result.error) for result in engine.generate(rows, SHORT)]
+    for name, error in zip(("NaN", "NaN", "NA", "NaT"), errors[:4], strict=True):
+        assert f": is missing ({name}); it must be" in error
+    assert all("prompt is None or NaN, so missing; give a text, messages" in each for each in errors[4:])
+    assert "messages is None or NaN" in engine.chat([CHAT, float("nan")], SHORT)[1].error
     with pytest.raises(InvalidInput, match=r"prompts is {'One'}; it must be a list of prompts"):
         engine.generate({"One"}, SHORT)  # a set has another order in each process
     with pytest.raises(InvalidInput, match="prompts is None; it must be a list of prompts"):
@@ -170,6 +179,7 @@ def test_scalars_of_numpy_are_numbers(engine: Any, tmp_path: Path) -> None:
     assert type(replace(hardware, device_bytes=np.int64(2**30)).device_bytes) is int
     (rows := tmp_path / "in.txt").write_text("One two\nThree\n")
     assert engine.run_job(rows, tmp_path / "out.jsonl", SHORT, limit=np.int64(1)).job.rows == 1
+    assert engine.run_job(rows, tmp_path / "out.jsonl", SHORT, limit=2.0).job.rows == 2
 
 
 # Words.
@@ -245,6 +255,17 @@ def test_a_notebook_shows_long_work_that_is_done_once(
 
 
 # Processes, threads and tasks.
+
+
+def test_an_engine_is_not_copied_and_a_closed_one_says_so(directory: Path) -> None:
+    with opened(directory) as engine:
+        for call in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(InvalidInput, match="can be neither copied nor pickled; use this one, or open another"):
+                call(engine)
+    for again in (copy.copy, copy.deepcopy, pickle.dumps, lambda closed: closed.__enter__()):
+        with pytest.raises(InvalidInput, match="this engine is closed; open a new Engine"):
+            again(engine)
+    engine.close()
 
 
 def test_a_fork_of_an_engine_is_refused(engine: Any) -> None:

@@ -71,6 +71,11 @@ def test_numpy_cells_become_python_values() -> None:
     assert [r.index for r in rows] == [0, 1, 2, 3]
 
 
+def test_infinity_is_no_gap() -> None:
+    for batch in ({"temperature": np.array([np.inf, np.nan])}, pa.table({"temperature": [np.inf, np.nan]})):
+        assert [row.fields for row in rows_of(batch)] == [{"temperature": np.inf}, {}]
+
+
 def test_objects_may_be_json_text_and_fields_of_other_programs_are_read() -> None:
     rows = rows_of({
         "prompt": objects("a", "b", "c"),

@@ -51,11 +51,22 @@ def test_csv_as_the_csv_module_writes_it(tmp_path):
 @pytest.mark.parametrize("after", [b"4,hello,6\n\n7,world,9", b'4,"hel""lo",6\n7,"wor\nld",9\n'])
 def test_a_bad_record_is_one_error_row(tmp_path, bad, reason, after):
     rows = rows_of(tmp_path, b"id,prompt,x\n0,hi,0\n" + bad + b"\n" + after, "in.csv")
-    assert [r.fields.get("id") for r in rows] == ["0", None, "4", "7"]
+    kept = {"id": "1", "prompt": "2"} if "cells" in reason else {}
+    kept |= {"x": "3", "further_cells": ["4"]} if b"4" in bad else {}
+    assert rows[1].fields == kept
+    assert [r.fields.get("id") for r in rows] == ["0", kept.get("id"), "4", "7"]
     assert [r.error is None for r in rows] == [True, False, True, True]
     assert rows[1].error.startswith("line 3: ")
     assert reason in rows[1].error
     assert [r.index for r in rows] == [0, 1, 2, 3]
+
+
+def test_further_cells_replace_no_column(tmp_path):
+    (row,) = rows_of(tmp_path, b"prompt,further_cells\na,b,c,d\n", "in.csv", template="{prompt}")
+    assert row.fields == {"prompt": "a", "further_cells": "b", "input_further_cells": ["c", "d"]}
+    assert row.error == "line 2: has 4 cells, but the header has 2"
+    (row,) = rows_of(tmp_path, b'prompt,id\n"a",1,\n', "in.csv")
+    assert row.fields == {"prompt": "a", "id": "1", "further_cells": [""]}
 
 
 def test_a_record_over_many_lines_is_bounded(tmp_path, monkeypatch):

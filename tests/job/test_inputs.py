@@ -19,7 +19,7 @@ from flexengine.job import csv_records as csv_module
 from flexengine.job import read_json
 from flexengine.job.inputs import InputRows
 from flexengine.job.rows import Request, Row, encode, row_of
-from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
+from tests.helpers.inputs import DEFAULTS, batch_fields, make_tokenizer, rows_of, written
 
 
 # Lines
@@ -59,11 +59,30 @@ def test_a_bad_line_is_one_error_row(tmp_path, bad, reason):
 
 def test_nan_is_no_value(tmp_path: Path) -> None:
     """As pandas and Python write it; Parquet files are read alike."""
-    data = b'{"prompt": "a", "x": NaN, "y": [Infinity, -Infinity], "max_tokens": NaN}\n'
+    data = b'{"prompt": "a", "x": NaN, "y": [Infinity, -Infinity], "NaN": "Infinity"}\n'
     for name, text in (("a.jsonl", data), ("b.json", b"[" + data + b"]")):
         (row,) = rows_of(tmp_path, text, name)
-        assert row.fields == {"prompt": "a", "x": None, "y": [None, None], "max_tokens": None}
+        assert row.fields == {"prompt": "a", "x": None, "y": [None, None], "NaN": "Infinity"}
         assert encode(row, make_tokenizer(), 9, DEFAULTS).sampling == DEFAULTS
+    (row,) = rows_of(tmp_path, b'{"prompt": NaN}')
+    assert encode(row, make_tokenizer(), 9, DEFAULTS).error.startswith("line 1: prompt is null or NaN, so missing;")
+
+
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
+def test_an_option_that_is_no_finite_number_is_an_error_row(tmp_path: Path, name: str) -> None:
+    """Of each parameter that takes a number, alone or within it; also in batch lines, and of other programs."""
+    fields = {name: value for name, value in vars(DEFAULTS).items() if type(value) in (int, float)}
+    cells = dict.fromkeys([*fields, "logprobs", "max_new_tokens"], name)
+    inner = f'{{"5": {name}}}'
+    cells |= {"logit_bias": inner, "chat_template_kwargs": inner, "stop_token_ids": f"[{name}]"}
+    for option, cell in cells.items():
+        (row,) = rows_of(tmp_path, f'{{"prompt": "a", "x": NaN, "{option}": {cell}}}'.encode())
+        assert row.fields["x"] is None
+        error = encode(row, make_tokenizer(), 9, DEFAULTS).error
+        assert error.startswith(f"line 1: {option}")
+        assert option == "chat_template_kwargs" or f" is {float(name)}; " in error
+    line = json.dumps(batch_fields()).replace('"hi"', f'"hi", "temperature": {name}').encode()
+    assert "line 1: temperature is " in encode(*rows_of(tmp_path, line), make_tokenizer(), 9, DEFAULTS).error
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv"])

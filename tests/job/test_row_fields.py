@@ -190,7 +190,7 @@ def test_the_proposed_column_has_the_longest_texts(tmp_path: Path, table: dict[s
     ("fields", "reason"),
     [
         ({"prompt": ""}, "prompt is empty; give a text"),
-        ({"prompt": None}, "prompt is null; give a text, messages or token ids"),
+        ({"prompt": None}, "prompt is null or NaN, so missing; give a text, messages or token ids"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content is empty; give the user's text"),
         ({"messages": [{"role": "usr", "content": "a"}]}, "messages[0].role is 'usr', which the chat template does not"
          " name; did you mean user?"),

@@ -61,7 +61,7 @@ def test_prompt_column_of_tables(tmp_path):
     assert all(r.request == r.fields for r in InputRows(path))
     first, second = InputRows(path, "q")
     assert first.request["prompt"] == "a"
-    assert second.error == "line 2: q is null, but it is to hold the prompt; give a text"
+    assert second.error == "line 2: q is null or NaN, but it is to hold the prompt; give a text"
     first, second = InputRows(path, "text")
     assert first.request["prompt"] == "café"
     assert second.error == "line 2: invalid UTF-8 at byte 0; save the file as UTF-8"
@@ -99,6 +99,19 @@ def test_values_that_json_has_not(tmp_path):
         assert row.error is None
         assert {name: row.fields[name] for name in expected} == {name: value for name, (_, value) in expected.items()}
         json.dumps(row.fields, allow_nan=False)
+
+
+def test_an_option_that_is_no_finite_number_is_an_error_row(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    values = [float("nan"), float("inf"), float("-inf")]
+    path = arrow_file(tmp_path / "t.arrow", pa.table({"prompt": ["a"] * 3, "temperature": values}))
+    for options in (True, False):
+        rows = list(InputRows(path, row_options=options))
+        assert [row.fields for row in rows] == [{"prompt": "a", "temperature": None}] * 3
+        made = [encode(row, make_tokenizer(), 64, DEFAULTS) for row in rows]
+        assert [isinstance(each, Request) for each in made] == [not options] * 3
+        for value, each in zip(values, made if options else (), strict=False):
+            assert f"temperature is {value}; it must be 0 (greedy) or a positive number" in each.error
 
 
 def test_cells_that_cannot_be_converted_cost_their_row_alone(tmp_path):

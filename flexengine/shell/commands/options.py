@@ -136,7 +136,8 @@ CALIBRATION = """
 """
 ROWS = OptionTable(
     """
---input-format        format of the input (default: by its suffix; jsonl for a stream without one)
+--input-format        format of the input (default: by its suffix; for a stream without one
+    jsonl, with --delimiter csv)
 --delimiter CHAR      character between the cells of .csv and .tsv, e.g. ';'
 --prompt-column NAME  column or field that holds the prompt
 --template TEXT       prompt of each row, with columns in braces, e.g. 'Good or bad? {review}'; {{ and }} are braces
