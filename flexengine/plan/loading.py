@@ -1,4 +1,4 @@
-"""Seconds of what happens once in a job: weights that stay in memory are read, and RAM is touched for the first time."""
+"""Seconds of what happens once in a job: weights that stay in memory are read, and new RAM is touched."""
 
 from flexengine.places import DEVICE, DISK, HOST, further_disks, place_of
 from flexengine.plan.hardware import Hardware, at
