@@ -34,11 +34,11 @@ class InvalidInput(FlexError, ValueError):
     """A parameter, policy, row or file that cannot be used as given."""
 
 
-class UnsupportedModel(FlexError):
+class UnsupportedModel(InvalidInput):
     """A model that the engine cannot run exactly. The message says why. Raised before any weight is read."""
 
 
-class BadCheckpoint(FlexError):
+class BadCheckpoint(InvalidInput):
     """A checkpoint whose files, tensors or shapes do not fit its config."""
 
 

@@ -171,7 +171,10 @@ def _trial(skeleton: Skeleton) -> None:
             seen.append(f"attention {event.layer}")
             skeleton.windows[event.layer], attends[event.layer] = window_at(event), event
             (heads, tokens, head_dim), (kv_heads, count, width) = event.q.shape[1:], event.v.shape[1:]
-            if event.k.shape != (1, kv_heads, count, head_dim) or count != tokens or heads % kv_heads:
+            if heads % kv_heads:
+                must = "num_attention_heads in config.json must be a multiple of num_key_value_heads"
+                raise UnsupportedModel(f"it has {heads} heads for queries and {kv_heads} for keys and values; {must}")
+            if event.k.shape != (1, kv_heads, count, head_dim) or count != tokens:
                 raise UnsupportedModel(
                     f"attention of {tuple(event.q.shape)} queries over {tuple(event.k.shape)} keys and"
                     f" {tuple(event.v.shape)} values is not supported"

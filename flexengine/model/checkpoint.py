@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from flexengine.activity import message
-from flexengine.errors import BadCheckpoint, UnsupportedModel
-from flexengine.model.files import ADAPTER_WEIGHTS, check_content, indexed_files, regular_file
+from flexengine.errors import BadCheckpoint, UnsupportedModel, json_kind
+from flexengine.model.files import ADAPTER_WEIGHTS, AGAIN, check_content, indexed_files, regular_file
 from flexengine.system.read_retries import opened
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -87,14 +87,17 @@ def read_header(path: Path) -> dict[str, Origin]:
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 2 <= length <= min(_MAX_HEADER, size - 8):
                 check_content(path)
-                raise BadCheckpoint(f"{path}: not a safetensors file (header of {length} bytes in a file of {size})")
+                fault = f"has {size:,} bytes but a header of {length:,}: it is cut off, or no safetensors file"
+                raise BadCheckpoint(f"{path} {fault if len(start) == 8 else f'has {size} bytes'}; {AGAIN}")
             header = json.loads(f.read(length).decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+        if not isinstance(header, dict):
+            raise BadCheckpoint(f"{path}: its safetensors header is {json_kind(header)}, not an object; {AGAIN}")
         header.pop("__metadata__", None)
         tensors = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
     except BadCheckpoint:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadCheckpoint(f"{path}: unreadable safetensors header: {error!r}") from error
+        raise BadCheckpoint(f"{path}: unreadable safetensors header: {error!r}; {AGAIN}") from error
     end = 8 + length
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].runs):
         first = stored.runs[0].start
@@ -103,7 +106,7 @@ def read_header(path: Path) -> dict[str, Origin]:
             raise BadCheckpoint(f"{path}: tensor {name} at byte {first} {fault} (expected at {end})")
         end += stored.nbytes
     if end != size:
-        raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor belong to no tensor")
+        raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor belong to no tensor; {AGAIN}")
     return tensors
 
 
@@ -130,7 +133,7 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Origin:
     if end - begin != math.prod(shape) * dtype.itemsize or base + end > size:
         raise BadCheckpoint(
             f"{path}: tensor {name} of shape {shape} lies at bytes {begin}..{end} of a file of {size}:"
-            " the file is truncated or its header wrong"
+            f" the file is truncated or its header wrong; {AGAIN}"
         )
     return Origin((ByteRange(path, base + begin, end - begin),), dtype, shape)
 

@@ -8,16 +8,16 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 
 from flexengine.activity import message
-from flexengine.errors import BadCheckpoint, InvalidInput, UnsupportedModel
+from flexengine.errors import BadCheckpoint, InvalidInput, UnsupportedModel, shown
 from flexengine.model.checkpoint import read_checkpoint
-from flexengine.model.files import read_json
+from flexengine.model.files import AGAIN, read_object
 
-_MAX_BYTES = 16 * 2**20
 # Maximum of a number by its key: the first pattern that matches applies. All known models are far below these limits.
 _LIMITS = {
     r"vocab": 10**8,
@@ -33,6 +33,18 @@ _LIMITS = {
 _COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
 _FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is built in a second or two, unchecked
 _BARE_LAYERS, _BARE_EXPERTS = 1_000, 100_000  # at most without weights: about ten seconds. Kimi K2 has 23,424 experts
+# Least value of sizes that a config states, under these names or those of its family.
+_LEAST = dict.fromkeys((*_COUNTS, "num_key_value_heads", "head_dim"), 1) | {"intermediate_size": 0}
+# Kinds of values of fields, by name, and their description.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "model_type": ((str,), 'the name of a family, such as "llama"'),
+    "architectures": ((list, NoneType), "a list of class names"),
+    **dict.fromkeys(("dtype", "torch_dtype"), ((str, Mapping, NoneType), 'a name, such as "bfloat16"')),
+    **dict.fromkeys(("text_config", "quantization_config"), ((Mapping, NoneType), "an object, as {...}")),
+}
+# What transformers calls kinds.
+_WORDS = {"int": "a whole number", "float": "a number with a point, such as 1.0", "str": "a string", "list": "a list"}
+_WORDS |= {"bool": "true or false", "NoneType": "null", "dict": "an object"}
 _COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
@@ -49,31 +61,8 @@ def load_config(directory: Path, trust_remote_code: bool = False, weights: bool 
         UnsupportedModel: a number exceeds its limit, the weights are quantised, the model needs its own code and
             trust_remote_code is false, or transformers refuses the config.
     """
+    config, stated, (layers, experts) = parsed_config(directory, trust_remote_code, weights)
     path = directory / "config.json"
-    raw = read_json(path, _MAX_BYTES)
-    if not isinstance(raw, dict):
-        raise BadCheckpoint(f"{path} holds a JSON {type(raw).__name__}; a config is an object")
-    check_limits(path, raw)
-    _check_sources(path, raw, trust_remote_code)
-    if (stated := quantisation(raw)) and weights:
-        raise UnsupportedModel(
-            f"{path}: the weights are quantised ({stated}), which is not supported;"
-            " take the model's unquantised checkpoint or a GGUF file"
-        )
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        text = config.get_text_config()
-        counts = {name: getattr(text, name, None) for name in _COUNTS}
-        layers, experts = size_of(config)
-        if not all(isinstance(name, str) for name in config.architectures or []):
-            raise TypeError(f"architectures is {config.architectures!r}; it must be a list of class names")
-    except Exception as error:  # transformers raises errors of many types for bad configs
-        raise UnsupportedModel(f"{directory}: {config_fault(error, raw)}") from error
-    for name, value in counts.items():
-        if isinstance(value, int | float) and not value >= 1:
-            raise UnsupportedModel(f"{path}: {name} is {value}; it must be at least 1")
     if stated:
         config.dtype = config.dtype or torch.bfloat16
         plain = str(config.dtype).removeprefix("torch.")
@@ -90,12 +79,66 @@ def load_config(directory: Path, trust_remote_code: bool = False, weights: bool 
     return config
 
 
+def parsed_config(
+    directory: Path, trust_remote_code: bool = False, weights: bool = True
+) -> tuple[Any, str, tuple[int, int]]:
+    """Return the transformers config of a model directory, `quantisation` and `size_of` it. Args and errors as for
+    `load_config`, but no weights are read."""
+    path = directory / "config.json"
+    raw = read_object(path)
+    check_limits(path, raw)
+    _check_sources(path, raw, trust_remote_code)
+    if (stated := quantisation(raw)) and weights:
+        raise UnsupportedModel(
+            f"{path}: the weights are quantised ({stated}), which is not supported;"
+            " take the model's unquantised checkpoint or a GGUF file"
+        )
+    _check_fields(path, raw)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        counts = {name: getattr(text, name, None) for name in _COUNTS}
+        size = size_of(config)
+    except Exception as error:  # transformers raises errors of many types for bad configs
+        raise UnsupportedModel(f"{directory}: {config_fault(error, raw)}") from error
+    for name, value in counts.items():
+        if isinstance(value, int | float) and not value >= 1:
+            raise UnsupportedModel(f"{path}: {name} is {value}; it must be at least 1")
+    return config, stated, size
+
+
 def check_limits(path: Path, values: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel if a number of the config, at any depth, exceeds its limit; the message names it."""
     for key, value in _numbers(values):
         most = next(most for pattern, most in _LIMITS.items() if re.search(pattern, key))
         if abs(value) > most and (isinstance(value, int) or most <= 10**6):
             raise UnsupportedModel(f"{path}: {key} is {value}; at most {most:,} is supported")
+
+
+def _check_fields(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raise BadCheckpoint if a field of the config, or of its text_config, is of another kind or smaller than in any
+    model. transformers raises errors without the name of the field for most of these."""
+    for key, (kinds, must) in _KINDS.items():
+        value = raw.get(key)
+        names = value if key == "architectures" and isinstance(value, list) else ()
+        if (key in raw and not isinstance(value, kinds)) or not all(isinstance(name, str) for name in names):
+            raise BadCheckpoint(f"{path}: {key} is {shown(value)}; it must be {must}: correct it, or {AGAIN}")
+    for part in (raw, raw.get("text_config") or {}):
+        for name, (key, value) in _sizes(part).items():
+            if isinstance(value, int | float) and value < _LEAST[name]:
+                must = f"it must be at least {_LEAST[name]}: correct it, or {AGAIN}"
+                raise BadCheckpoint(f"{path}: {key} is {shown(value)}; {must}")
+
+
+def _sizes(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return the key and the value of each size of _LEAST that a config states, by the size's usual name."""
+    from transformers import CONFIG_MAPPING
+
+    kind = values.get("model_type")
+    own: dict[str, str] = CONFIG_MAPPING[kind].attribute_map if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
+    return {name: (key, values[key]) for name in _LEAST for key in (own.get(name, name), name) if key in values}
 
 
 def check_backed(path: Path, size: tuple[int, int], elements: list[int]) -> None:
@@ -136,6 +179,8 @@ def config_fault(error: Exception, values: Mapping[str, Any]) -> str:
     transformers looks names up in tables, and the text of their errors is only the name: the key that has it is added.
     """
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if fault := _field_fault(text, values):
+        return f"config.json {fault}; correct it, or {AGAIN}"
     name = text if isinstance(error, KeyError) else text.removeprefix("module 'torch' has no attribute ").strip("'")
     if " " in name or not name:
         return text or repr(error)
@@ -143,6 +188,26 @@ def config_fault(error: Exception, values: Mapping[str, Any]) -> str:
     if keys:
         return f"config.json sets {keys[0]} to {name!r}, which transformers does not know; correct it"
     return f"config.json lacks {name!r}, or sets it to what transformers does not know ({type(error).__name__})"
+
+
+def _field_fault(text: str, values: Mapping[str, Any]) -> str:
+    """Return what is wrong with a field, by the text of an error of transformers; "" if the text names none."""
+    parts, sizes = [values, *(part for part in values.values() if isinstance(part, Mapping))], _sizes(values)
+    if field := re.match(r"Validation error for field '(\w+)'", text):
+        value = next((part[field[1]] for part in parts if field[1] in part), None)
+        kinds = dict.fromkeys(_WORDS.get(kind, kind) for kind in re.findall(r"' expected (\w+)", text))
+        return f"sets {field[1]} to {shown(value)}" + (f"; it must be {' or '.join(kinds)}" if kinds else "")
+    if "does not recognize this architecture" in text:
+        return f"sets model_type to {shown(values.get('model_type'))}, which the installed transformers does not know"
+    if "Padding_idx" in text:
+        pad = next((part["pad_token_id"] for part in parts if part.get("pad_token_id") is not None), None)
+        _, vocabulary = sizes.get("vocab_size", ("", "less"))
+        return f"sets pad_token_id to {pad}, but vocab_size to {vocabulary}; token ids must be below vocab_size"
+    if re.search("multiple|divisible", text) and {"hidden_size", "num_attention_heads"} <= sizes.keys():
+        (width, columns), (heads, number) = sizes["hidden_size"], sizes["num_attention_heads"]
+        if isinstance(columns, int) and isinstance(number, int) and number > 0 and columns % number:
+            return f"sets {width} to {columns} and {heads} to {number}; {width} must be a multiple of {heads}"
+    return f"contradicts itself: {text.rpartition('Error: ')[2]}" if text.startswith("Class validation") else ""
 
 
 def _entries(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:

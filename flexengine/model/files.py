@@ -1,14 +1,16 @@
 """Files of a model directory, which may be untrusted: `regular_file` checks every file before it is opened."""
 
+import codecs
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flexengine.errors import BadCheckpoint, json_fault
+from flexengine.errors import BadCheckpoint, json_fault, json_kind
 from flexengine.system.read_retries import opened
 
 # Files of weights, with the function that returns a checkpoint's files and what converts them to safetensors, as
@@ -30,6 +32,8 @@ _STAND_INS = {
         "a page or message of a server, not the file itself; download it again, such as with `hf download`",
     ),
 }
+AGAIN = "download it again"
+MAX_OBJECT_BYTES = 16 * 2**20  # limit of a config
 MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes
 
 
@@ -111,12 +115,25 @@ def read_limited(file: Path, most: int) -> bytes:
 
 def read_json(file: Path, most: int) -> Any:
     """Return the content of a JSON file. Raise BadCheckpoint as `read_limited`, or if it is not JSON."""
+    data = read_limited(file, most)
+    if not data.strip():
+        raise BadCheckpoint(f"{file} is empty; {AGAIN}")
+    if data.startswith(codecs.BOM_UTF8):  # transformers refuses it, too
+        raise BadCheckpoint(f"{file} begins with a byte order mark; save it as UTF-8 without one")
     try:
-        return json.loads(read_limited(file, most).decode("utf-8"))
+        return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadCheckpoint(f"{file} is not UTF-8 text: byte {error.start} is wrong") from error
+        fault = f"is not UTF-8 text: byte {error.start} is wrong; save it as UTF-8, or {AGAIN}"
+        raise BadCheckpoint(f"{file} {fault}") from error
     except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{file} is not JSON: {json_fault(error)}") from error
+        raise BadCheckpoint(f"{file} is not JSON: {json_fault(error)}; correct it, or {AGAIN}") from error
+
+
+def read_object(file: Path, most: int = MAX_OBJECT_BYTES) -> dict[str, Any]:
+    """Return the content of a JSON file that holds an object. Raise BadCheckpoint as `read_json`, or if it does not."""
+    if not isinstance(values := read_json(file, most), dict):
+        raise BadCheckpoint(f"{file} holds {json_kind(values)}; it must be an object, as {{...}}: {AGAIN}")
+    return values
 
 
 def config_digest(files: Sequence[Path]) -> str:
@@ -131,16 +148,17 @@ def indexed_files(index: Path) -> list[Path]:
     """Return the weight files that a shard index names. Raise BadCheckpoint if one does not lie in its directory."""
     content = read_json(index, MAX_INDEX_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, Mapping) else None
-    if not isinstance(weight_map, Mapping):
-        raise BadCheckpoint(f"{index} is not a shard index: it has no weight_map from tensors to files")
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        raise BadCheckpoint(f"{index} is not a shard index: it has no weight_map from tensors to files; {AGAIN}")
     names: Iterable[Any] = weight_map.values()
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not name or Path(name).name != name:
             raise BadCheckpoint(f"{index} names the shard {name!r}, which is not a file name in that directory")
-    try:
-        return [model_file(index.parent / name) for name in sorted(set(names))]
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{index} names a shard that is not there: {error}") from error
+    files = [index.parent / name for name in sorted(set(names))]
+    if missing := [file.name for file in files if not os.path.lexists(file)]:
+        fault = f"{len(missing)} of {len(files)} are missing, such as {missing[0]}"
+        raise BadCheckpoint(f"{index} names shards that are not there: {fault}; download these")
+    return [model_file(file) for file in files]
 
 
 def is_snapshot(root: Path) -> bool:

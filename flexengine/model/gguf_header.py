@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
-from flexengine.model.files import check_content
+from flexengine.model.files import AGAIN, check_content
 from flexengine.system.read_retries import opened
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -68,12 +68,14 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> Header:
     with opened(path) as file:
         if (magic := file.read(4)) != b"GGUF":
             check_content(path)
-            raise BadCheckpoint(f"{path} is not a GGUF file: it starts with {magic!r}")
+            fault = f"is not a GGUF file: it starts with {magic!r}" if magic else "is empty"
+            raise BadCheckpoint(f"{path} {fault}; {AGAIN}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = Header(path, *_tables(data, arrays))
             except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
-                raise BadCheckpoint(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from error
+                fault = f"is damaged or cut off, {AGAIN}: {type(error).__name__}: {error}"
+                raise BadCheckpoint(f"{path} {fault}") from error
     if (parts := header.values.get("split.count", 1)) not in (0, 1):
         raise UnsupportedModel(f"{path} is one of {parts} parts; join them with `gguf-split --merge` first")
     return header

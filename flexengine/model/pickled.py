@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flexengine.errors import BadCheckpoint, FlexError
+from flexengine.model.config import parsed_config
 from flexengine.model.files import indexed_files, model_file
 from flexengine.model.shards import StoredTensor, check_memory, pieces_of, write_shards
 
@@ -25,6 +26,8 @@ def conversion(
 ) -> tuple[list[Path], Callable[[Path], None]]:
     """Return the files of a directory with pytorch_model*.bin, and the function that writes their conversion.
 
+    Raise as `parsed_config`.
+
     Args:
         trust_remote_code: copy its Python files too.
         memory: as for `convert_bin`.
@@ -33,6 +36,7 @@ def conversion(
     small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
     copied = [model_file(file) for file in small if not file.name.endswith(".bin.index.json")]
     shards = bin_shards(path)
+    parsed_config(path, trust_remote_code)  # before the conversion, which takes time
     return [*shards, *copied], partial(convert_bin, shards, copied, memory=memory)
 
 

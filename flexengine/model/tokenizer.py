@@ -1,6 +1,5 @@
 """The tokenizer of a model directory, and the end of a continuation: end tokens, stop tokens and stop strings."""
 
-import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_fault, library_faults, shown
-from flexengine.model.files import model_file
+from flexengine.model.files import model_file, read_object
 
 _GENERATION = "generation_config.json"
 # Settings of generate(do_sample=False) of transformers that change tokens, with the value that changes none.
@@ -26,6 +25,8 @@ _CHANGING |= dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", 
 _CHANGING |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0)
 _CONFIG = "tokenizer_config.json"
 _NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", _CONFIG, "vocab.json")
+_OBJECTS = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+_MAX_BYTES = 2**30  # of each
 _READ = ("*.json", "*.model", "tokenizer.model*", "*.jinja", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
 # Extra of flexengine, and its modules, that read a file which may be a model's only tokenizer.
 _READERS = {"sentencepiece": ("sentencepiece", "google.protobuf"), "tiktoken": ("tiktoken",)}
@@ -42,7 +43,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         model_file(file, directory)
     path = directory / _CONFIG
     settings = _settings(path)
-    for name in settings.get("fast_tokenizer_files") or []:
+    names = settings.get("fast_tokenizer_files") or []
+    for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or Path(name).name != name:
             raise InvalidInput(f"{path} names {name!r}, which is not a file name in that directory")
     from transformers import AutoTokenizer
@@ -57,6 +59,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     except BaseException as error:
         if not is_fault(error):
             raise
+        for file in (directory / name for name in _OBJECTS if os.path.lexists(directory / name)):
+            read_object(file, _MAX_BYTES)  # its error names the file and the place in it
         hint = _HINT if "auto_map" in settings and not trust_remote_code else ""
         raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error or repr(error)}{hint}") from error
 
@@ -86,25 +90,20 @@ def _installed(module: str) -> bool:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of a model directory, {} if there is none. Raise as `eos_tokens`."""
-    try:
-        settings = json.loads(model_file(path).read_bytes()) if os.path.lexists(path) else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path}: {type(error).__name__}: {error}") from error
-    if not isinstance(settings, dict):
-        raise InvalidInput(f"{path} holds a JSON {type(settings).__name__}; it must be an object")
-    return settings
+    """Return the content of a JSON file of a model directory, {} if there is none. Raise as `read_object`."""
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 def eos_tokens(directory: Path, config: Any) -> set[int]:
     """Return the end-of-sequence ids, from generation_config.json or else from the config. Raise InvalidInput if the
-    file cannot be read or the value is no token id or list of ids, BadCheckpoint if the file is a link out of the
-    directory."""
-    path = directory / _GENERATION
-    value = _settings(path).get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
+    value is no token id or list of ids, BadCheckpoint if the file cannot be read or is a link out of the directory."""
+    settings, key = _settings(directory / _GENERATION), "eos_token_id"
+    value = settings[key] if key in settings else getattr(config.get_text_config(), key, None)
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) for token in values):
-        raise InvalidInput(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
+    if not all(type(token) is int for token in values):
+        path = directory / (_GENERATION if key in settings else "config.json")
+        must = "it must be a token id or a list of them; correct it, or download the file again"
+        raise InvalidInput(f"{path}: {key} is {shown(value)}; {must}")
     return set(values)
 
 

@@ -147,7 +147,7 @@ def plan_line(cost: Cost, prediction: Prediction) -> str:
     ]
     if _timed(cost):
         rate = prediction.tokens / prediction.total_seconds
-        parts.append(f"predicted: at most {clock(prediction.total_seconds)}, {digits(rate)} tok/s")
+        parts.append(f"predicted: about {clock(prediction.total_seconds)} if no row ends early, {digits(rate)} tok/s")
     return f"plan: {'; '.join(parts)}"
 
 

@@ -50,7 +50,7 @@ def test_what_a_failed_download_leaves_is_named(tmp_path: Path, name: str, conte
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("content", [b"hello", pickle.dumps({"a": Path("/")}), b"PK\x03\x04" + bytes(100), b""])
 def test_no_advice_to_run_a_pickle_is_passed_on(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(BadCheckpoint, match="take the model's safetensors checkpoint") as caught:
         resolve(str(tmp_path))

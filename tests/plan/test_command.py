@@ -75,7 +75,7 @@ def test_the_linear_program_is_written(line: Line) -> None:
 @pytest.mark.slow
 def test_a_plan_from_a_config_alone(line: Line) -> None:
     text = line(*SHAPE, "--save", str(line.folder / "policy.json"))
-    assert text.startswith("tiny on toy (cuda, not measured)\n6 rows of 30 prompt tokens, at most 10")
+    assert text.startswith("tiny on toy (cuda, not measured)\n6 sequences of 30 prompt tokens, at most 10")
     assert "Would help" in text
     assert len(text.splitlines()) <= 40
     values = json.loads(line(*SHAPE, "--json"))
@@ -92,7 +92,7 @@ def test_a_plan_from_a_config_alone(line: Line) -> None:
 @pytest.mark.parametrize(("context", "prompt"), [(2048, 512), (100, 90)])
 def test_a_short_context_bounds_the_default_prompt(line: Line, context: int, prompt: int) -> None:
     (line.folder / "tiny" / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": context}))
-    assert f"6 rows of {prompt} prompt tokens" in line("--max-tokens", "10", "--rows", "6")
+    assert f"6 sequences of {prompt} prompt tokens" in line("--max-tokens", "10", "--rows", "6")
     assert f"--max-tokens {context} leaves no room for a prompt" in line("--max-tokens", str(context), code=2)
     error = line("--prompt-tokens", str(context - 9), "--max-tokens", "10", code=2)
     assert f"--prompt-tokens {context - 9} and --max-tokens 10 make more than the {context} tokens" in error
@@ -127,13 +127,21 @@ def test_sparse_attention_that_makes_a_job_longer_is_said(line: Line, cache: Any
 def test_rows_of_a_file(line: Line) -> None:
     rows = [{"prompt_token_ids": [5] * n, "max_tokens": 4} for n in (3, 9, 30)]
     (line.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "3 rows of 3 to 30 prompt tokens, at most 4 tokens" in line("--input", str(line.folder / "in.jsonl"))
-    assert "1 row of 3 prompt tokens" in line("--input", str(line.folder / "in.jsonl"), "--limit", "1")
+    assert "3 sequences of 3 to 30 prompt tokens, at most 4 tokens" in line("--input", str(line.folder / "in.jsonl"))
+    assert "1 sequence of 3 prompt tokens" in line("--input", str(line.folder / "in.jsonl"), "--limit", "1")
     (line.folder / "in.jsonl").rename(line.folder / "rows")
-    assert "3 rows of" in line("--input", str(line.folder / "rows"), "--input-format", "jsonl")
+    assert "3 sequences of" in line("--input", str(line.folder / "rows"), "--input-format", "jsonl")
     assert "--input-format needs the rows of a file; give --input, too" in line("--input-format", "csv", code=2)
     (line.folder / "in.jsonl").write_text("{}\n")
     assert "has no row that can be run" in line("--input", str(line.folder / "in.jsonl"), code=2)
+
+
+@pytest.mark.parametrize("words", [("--template", "{prompt}?"), ("--chat",)])
+def test_text_needs_a_tokenizer(line: Line, words: tuple[str, ...]) -> None:
+    (line.folder / "in.csv").write_text("prompt\nhello\n")
+    said = line("--input", str(line.folder / "in.csv"), *words, code=2)
+    assert f"{words[0]} makes text, but {line.folder / 'tiny'} has no tokenizer that counts its tokens" in said
+    assert "or give --prompt-tokens and --rows in place of --input" in said
 
 
 def test_compare_and_frontier(line: Line) -> None:
@@ -184,8 +192,8 @@ def test_what_run_may_choose_plan_chooses(line: Line) -> None:
     assert chosen["seconds"] + chosen["load_seconds"] < exact["seconds"] + exact["load_seconds"]
     alone = [json.loads(line(*SHAPE, "--allow", name, "--json"))["lossy"] for name in ("int8-cache", "int4-weights")]
     assert all(set(lossy) <= {kind} for lossy, kind in zip(alone, ("cache", "weights"), strict=True))
-    assert "6 rows of" in line(*SHAPE, "--n", "1")
-    assert "12 rows of" in line(*SHAPE, "--n", "2")
+    assert "6 sequences of" in line(*SHAPE, "--n", "1")
+    assert "12 sequences of" in line(*SHAPE, "--n", "2")
 
 
 def test_every_option_of_run_that_changes_a_plan_is_there() -> None:

@@ -226,5 +226,5 @@ def test_the_report_has_what_is_used_and_read() -> None:
     found = search(facts, replace(CPU, device_bytes=None), Workload({(8, 5): 1})).best
     assert found.policy.neurons == 1.0
     text = explain.report("toy", facts, CPU, Workload({(8, 5): 1}), found)
-    assert "neurons  100.0 % of 128 kB in memory; a token of 1 row uses 2.0 % and reads 0.00 %: 0 B" in text
+    assert "neurons  100.0 % of 128 kB in memory; a token of 1 sequence uses 2.0 % and reads 0.00 %: 0 B" in text
     assert "waits for computing and reads of neurons" in text

@@ -280,7 +280,11 @@ def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
 
     refused = Refused()
     with openers.open_rows(args) as rows:
-        tokenizer = load_tokenizer(opened.source.directory, args.trust_remote_code)
+        tokenizer = load_tokenizer(place := opened.source.directory, args.trust_remote_code)
+        option = "--template" if args.template is not None else "--chat" if rows.chat else ""
+        if option and tokenizer is None:
+            remedy = "put its tokenizer files there, or give --prompt-tokens and --rows in place of --input"
+            raise InvalidInput(f"{option} makes text, but {place} has no tokenizer that counts its tokens; {remedy}")
         shares = args.prefix_sharing and not opened.lossy.alters_cache
         reader = PromptReader(tokenizer, opened.skeleton, shares, openers.given_ram(args))
         reader.check_chat(rows.chat)

@@ -43,8 +43,8 @@ def _head(plan: ClusterPlan, model_name: str) -> list[str]:
     types = ", ".join(f"{len(cluster.of_type(name))} x {name}" for name in cluster.types)
     lines = [
         f"{model_name} on {cluster.name} ({types})",
-        f"{count(job.rows, 'row', 'rows')} of {job.prompt:,} prompt tokens, {job.output:,} tokens generated for each"
-        f" (means); {alive}",
+        f"{count(job.rows, 'sequence', 'sequences')} of {job.prompt:,} prompt tokens, {job.output:,} tokens generated"
+        f" for each (means); {alive}",
         "",
         f"Pipeline    {count(len(plan.devices), 'stage', 'stages')};"
         f" {count(shape.cohorts, 'cohort', 'cohorts')} of {count(shape.decode, 'sequence', 'sequences')},"

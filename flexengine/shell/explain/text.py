@@ -71,13 +71,13 @@ def machine(hardware: Hardware, model: ModelFacts | None = None) -> str:
 
 
 def job_size(workload: Workload) -> str:
-    """Return the number of rows and their sizes."""
+    """Return the number of sequences, one per sample of a row, and their sizes."""
     if not workload.count:
-        return "no rows"
+        return "no sequences"
     prompts, outputs = zip(*workload.sizes, strict=True)
-    rows = count(workload.count, "row", "rows")
+    number = count(workload.count, "sequence", "sequences")
     each = " for each" if workload.count > 1 else ""
-    return f"{rows} of {_range(prompts)} prompt tokens, at most {_range(outputs)} tokens generated{each}"
+    return f"{number} of {_range(prompts)} prompt tokens, at most {_range(outputs)} tokens generated{each}"
 
 
 def _range(values: Iterable[int]) -> str:
@@ -191,7 +191,7 @@ def neuron_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     guessed = "" if all(block.experts or len(block.reuse) > 1 for block in blocks) else " (assumed)"
     return [
         f"  {what}  {100 * policy.neurons:.1f} % of {size(total)} in memory; a token of"
-        f" {count(round(rows), 'row', 'rows')} uses {100 * used:.1f} %{guessed} and reads"
+        f" {count(round(rows), 'sequence', 'sequences')} uses {100 * used:.1f} %{guessed} and reads"
         f" {100 * read / total:.2f} %: {size(read)}"
     ]
 
@@ -267,12 +267,13 @@ def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[st
 
 def totals(prediction: Prediction) -> list[str]:
     """Return lines with throughput, seconds and latency of the job."""
-    alive = f"{prediction.alive:,.0f} of at most {prediction.policy.block_size:,} alive in a mean sweep; a row takes"
-    rows = f"{count(prediction.rows, 'row', 'rows')}, {alive}" if prediction.rows > 1 else "the row takes"
+    alive = f"{prediction.alive:,.0f} of at most {prediction.policy.block_size:,} alive in a mean sweep; each takes"
+    number = count(prediction.rows, "sequence", "sequences")
+    said = f"{number}, {alive}" if prediction.rows > 1 else "the sequence takes"
     return [
         f"Prediction  {digits(prediction.tok_s)} tok/s generated; job {clock(prediction.seconds)},"
         f" plus {clock(prediction.load_seconds)} for loading resident weights in the first sweep",
-        f"            {rows} {clock(prediction.latency)} from entry to end",
+        f"            {said} {clock(prediction.latency)} from entry to end",
     ]
 
 

@@ -167,7 +167,7 @@ def test_chat_is_true_or_false(asked: Job) -> None:
 def test_a_plan_counts_the_tokens_of_the_template(asked: Job, speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RateStore, "measure_quickly", lambda *_: False)  # measures nothing
     least, most = sorted(len(templated(speaker, user(question))) for question in QUESTIONS)
-    rows = f"2 rows of {least} to {most} prompt tokens"
+    rows = f"2 sequences of {least} to {most} prompt tokens"
     assert asked("--chat", *COLUMN, "--dry-run") == 0
     assert rows in asked.out
     config, hardware = asked.folder / "job.toml", asked.folder / "hw.json"

@@ -15,7 +15,7 @@ from flexengine.plan import formatting
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.rates import Rates
-from flexengine.plan.search import frontier, search
+from flexengine.plan.search import frontier, plan_line, search
 from flexengine.policy import Policy
 from flexengine.shell.explain import picture, whatif
 from flexengine.shell.explain import text as explain
@@ -36,10 +36,16 @@ def test_one_row_reads_well() -> None:
     one = replace(WORK, sizes={(9, 16): 1})
     found = Cost(model(), GPU, one).predict(predicted(Policy(1, 1, (0, 1, 0))).layout)
     text = explain.report("toy", model(), GPU, one, found, [])
-    assert "1 row of 9 prompt tokens, at most 16 tokens generated\n" in text
+    assert "1 sequence of 9 prompt tokens, at most 16 tokens generated\n" in text
     assert re.search(r"1 gpu_batch of 1 sequence, at most [\d,]+ tokens$", text, re.M)
-    assert re.search(r"^            the row takes [\d.]+ s from entry to end$", text, re.M)
+    assert re.search(r"^            the sequence takes [\d.]+ s from entry to end$", text, re.M)
     assert "1 rows" not in text
+
+
+def test_the_predicted_time_of_a_job_is_no_bound() -> None:
+    found = predicted(Policy(1, 1, (0, 1, 0)))
+    said = plan_line(Cost(model(), replace(GPU, measured=True), WORK), found)
+    assert f"; predicted: about {formatting.clock(found.total_seconds)} if no row ends early, " in said
 
 
 @pytest.mark.slow

@@ -1,0 +1,203 @@
+"""Odd values and damaged files in a model directory: errors that name the file, the field, the value and the remedy."""
+
+import codecs
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from flexengine import Engine
+from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.model.build import build
+from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.config import _check_fields, load_config
+from flexengine.model.gguf_header import read_header
+from flexengine.model.pickled import conversion
+from flexengine.model.tokenizer import eos_tokens, load_tokenizer
+from flexengine.shell.commands import plan, run
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
+LLAMA = {**LlamaConfig(**SIZES).to_dict(), "architectures": ["LlamaForCausalLM"]}
+GPT2 = {**GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=32).to_dict(), "architectures": ["GPT2LMHeadModel"]}
+LEAST = ("must be at least 1", "correct it, or download it again")
+NO_NUMBERS: tuple[Any, ...] = ("64", None, [64], {}, 1.5, True)
+WHOLE = ("it must be a whole number", "correct it, or download it again")
+
+
+def directory(place: Path, content: Any, name: str = "config.json") -> Path:
+    place.mkdir(exist_ok=True)
+    (place / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return place
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "value", "parts"),
+    [
+        *((LLAMA, key, value, LEAST) for key in SIZES for value in (0, -1, False)),
+        *((LLAMA, key, value, WHOLE) for key in SIZES for value in NO_NUMBERS),
+        *((LLAMA, "num_key_value_heads", value, LEAST) for value in (0, -2)),
+        (LLAMA, "num_key_value_heads", "4", ("a whole number or null",)),
+        (LLAMA, "head_dim", 0, LEAST),
+        (LLAMA, "intermediate_size", -1, ("must be at least 0",)),
+        (LLAMA, "max_position_embeddings", 0, LEAST),
+        (
+            LLAMA,
+            "num_attention_heads",
+            3,
+            ("hidden_size to 64", "hidden_size must be a multiple of num_attention_heads"),
+        ),
+        (LLAMA, "model_type", ["llama"], ("the name of a family",)),
+        (LLAMA, "model_type", None, ("the name of a family",)),
+        (LLAMA, "model_type", "lama", ("which the installed transformers does not know; correct it",)),
+        (LLAMA, "architectures", "LlamaForCausalLM", ("a list of class names",)),
+        (LLAMA, "architectures", [3], ("a list of class names",)),
+        (LLAMA, "dtype", [64], ("a name",)),
+        (LLAMA, "text_config", 3, ("an object",)),
+        (LLAMA, "rope_parameters", 3, ("correct it",)),
+        (LLAMA, "tie_word_embeddings", 3, ("it must be true or false",)),
+        *((GPT2, key, value, LEAST) for key in ("n_embd", "n_head", "n_layer") for value in (0, -1)),
+        *((GPT2, key, value, WHOLE) for key in ("n_embd", "n_head", "n_layer") for value in (None, "4")),
+    ],
+)
+def test_an_odd_value_is_named(tmp_path: Path, base: Any, key: str, value: Any, parts: tuple[str, ...]) -> None:
+    said = refusal(lambda: load_config(directory(tmp_path, {**base, key: value}), weights=False))
+    for part in (str(tmp_path), "config.json", f"{key} ", json.dumps(value).strip('"'), *parts):
+        assert part in said
+    assert "Error" not in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "said"),
+    [
+        (
+            LLAMA,
+            {"pad_token_id": 32},
+            "sets pad_token_id to 32, but vocab_size to 32; token ids must be below vocab_size",
+        ),
+        (LLAMA, {"num_key_value_heads": 3}, "4 heads for queries and 3 for keys and values; num_attention_heads in"),
+        (GPT2, {"n_head": 3}, "sets n_embd to 64 and n_head to 3; n_embd must be a multiple of n_head; correct it"),
+    ],
+)
+def test_values_that_contradict_each_other_are_named(tmp_path: Path, base: Any, values: Any, said: str) -> None:
+    assert said in refusal(lambda: build(directory(tmp_path, {**base, **values}), torch.float32))
+
+
+def test_sizes_of_known_families_are_not_refused() -> None:
+    for kind in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))[::6]:
+        if kind not in ("xlnet",):  # it states -1 tokens of context, and is refused
+            try:
+                values = CONFIG_MAPPING[kind]().to_dict()
+            except Exception:  # some defaults contradict themselves
+                continue
+            _check_fields(Path(kind), json.loads(json.dumps(values, default=str)))
+
+
+FILES = {
+    b"null": "holds null; it must be an object",
+    b"[]": "holds an array; it must be an object",
+    b"3": "holds a number; it must be an object",
+    b" \n": "is empty; download it again",
+    b'{"a": ': "is not JSON: .* correct it, or download it again",
+    b'{"a": "\xff"}': "is not UTF-8 text: byte 7 is wrong; save it as UTF-8",
+    codecs.BOM_UTF8 + b"{}": "begins with a byte order mark; save it as UTF-8 without one",
+    '{"a": 1}'.encode("utf-16"): "is not UTF-8 text: byte 0 is wrong; save it as UTF-8",
+}
+READERS: dict[str, Callable[[Path], Any]] = {
+    "config.json": load_config,
+    "generation_config.json": lambda place: eos_tokens(place, LlamaConfig()),
+    "tokenizer_config.json": load_tokenizer,
+    "tokenizer.json": load_tokenizer,
+    "model.safetensors.index.json": read_checkpoint,
+    "pytorch_model.bin.index.json": lambda place: conversion(place, False),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("content", FILES)
+def test_a_file_that_holds_no_object_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    place = directory(tmp_path, content, name)
+    index = "is not a shard index: it has no weight_map from tensors to files; download it again"
+    fault = index if name.endswith("index.json") and "holds" in FILES[content] else FILES[content]
+    with pytest.raises(BadCheckpoint, match=rf"{tmp_path}.*{name} {fault}"):
+        READERS[name](place)
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize(
+    ("weight_map", "fault"),
+    [
+        ({}, "it has no weight_map from tensors to files; download it again"),
+        ({"a": "x.bin", "b": "y.bin"}, "not there: 2 of 2 are missing, such as x.bin; download these"),
+        ({"a": ""}, "names the shard '', which is not a file name in that directory"),
+    ],
+)
+def test_an_index_without_its_shards_is_named(tmp_path: Path, index: str, weight_map: Any, fault: str) -> None:
+    place = directory(tmp_path, {"weight_map": weight_map}, index)
+    assert fault in refusal(lambda: READERS[index](place))
+
+
+@pytest.mark.parametrize("value", [True, "2", 1.5, {}, [2, None]])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_an_end_token_that_is_none_is_named_with_its_file(tmp_path: Path, name: str, value: Any) -> None:
+    config = LlamaConfig()
+    config.__dict__["eos_token_id"] = value
+    place = directory(tmp_path, {"eos_token_id": value} if name != "config.json" else {}, "generation_config.json")
+    said = refusal(lambda: eos_tokens(place, config))
+    assert f"{place / name}: eos_token_id is {json.dumps(value) if value != '2' else repr(value)}; it must be" in said
+
+
+HEADER = (100).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "has 0 bytes; download it again"),
+        (b"abc", "has 3 bytes; download it again"),
+        (HEADER + b"{}", "has 10 bytes but a header of 100: it is cut off, or no safetensors file; download it again"),
+        ((4).to_bytes(8, "little") + b"null", "its safetensors header is null, not an object; download it again"),
+        ((2).to_bytes(8, "little") + b"[]", "its safetensors header is an array, not an object; download it again"),
+    ],
+)
+def test_a_safetensors_file_that_is_cut_off_is_named(tmp_path: Path, content: bytes, fault: str) -> None:
+    said = refusal(lambda: read_checkpoint(directory(tmp_path, content, "model.safetensors")))
+    assert "model.safetensors" in said
+    assert fault in said
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"), [(b"", "is empty"), (b"hello", "is not a GGUF file"), (b"GGUF\3\0\0\0", "damaged or cut off")]
+)
+def test_a_gguf_file_that_is_cut_off_is_named(tmp_path: Path, content: bytes, fault: str) -> None:
+    said = refusal(lambda: read_header(directory(tmp_path, content, "m.gguf") / "m.gguf"))
+    assert f"m.gguf {'is ' if 'cut' in fault else ''}{fault}" in said
+    assert "download it again" in said
+
+
+def test_a_config_is_refused_before_a_conversion(tmp_path: Path) -> None:
+    place = directory(directory(tmp_path, {**LLAMA, "hidden_size": None}), b"", "pytorch_model.bin")
+    assert "hidden_size to null" in refusal(lambda: conversion(place, False))
+
+
+@pytest.mark.slow
+def test_commands_and_engine_refuse_an_odd_config_alike(tmp_path: Path, capsys: Any) -> None:
+    place = directory(directory(tmp_path / "m", {**LLAMA, "num_key_value_heads": 0}), b"", "model.safetensors")
+    rows = directory(tmp_path, b'{"prompt": [1]}\n', "in.jsonl") / "in.jsonl"
+    fault = f"{place / 'config.json'}: num_key_value_heads is 0; it must be at least 1"
+    assert fault in refusal(lambda: Engine(str(place), device="cpu"))
+    for main, words in ((plan.main, [str(place)]), (run.main, ["--model", str(place), str(rows)])):
+        assert main(words) == 2
+        assert fault in (said := capsys.readouterr().err)
+        assert "Traceback" not in said
