@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from flexengine.activity import activity, message
-from flexengine.engine.rates import RateStore
+from flexengine.engine.rates import RateStore, of_kernels
 from flexengine.errors import OutOfMemory
 from flexengine.lossy import Lossy, choices
 from flexengine.places import place_of
@@ -29,8 +29,8 @@ SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's bud
 MIN_JOB_SECONDS = 60.0  # reading resident weights again may pay in jobs of at least this length
 PAYBACK = 10  # measuring everything must be able to shorten a job by this many times the seconds that it takes
 UNLIMITED = Options()
-MIN_QUICK_SECONDS = 2.0  # measure for a moment before a job if it is predicted to take at least this long
-QUICK_SECONDS = 3.0  # of measuring for a moment, about
+MIN_QUICK_SECONDS = 2.0  # measure briefly before a job if it is predicted to take at least this long
+QUICK_SECONDS = 3.0  # of measuring briefly, about
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ class Planner:
         self.prefill_tokens: int | None = None
         self.block: int | None = None
         self.rates = RateStore(machine, opened, hardware)
-        self._measures = True  # whether `search` may measure
         self._searched: Search | None = None  # with attention workers, the search that chose the last policy
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
@@ -115,38 +114,34 @@ class Planner:
         """Set and return the switches with the shortest predicted time; see `least_lossy` below.
 
         If all were measured, these rates tell. Else all are compared by the rates of kernels, which all have. Then the
-        least lossy, the best and the fastest other choice that fit are measured for a moment, if the job is predicted
-        to take longer than that, and the best of these is chosen."""
+        least lossy, the best and the fastest other choice that fit are measured briefly, if the job is predicted to
+        take longer than that, and the best of these is chosen."""
         found = dict[Lossy, float]()
 
-        def seconds(lossy: Lossy) -> float:
+        def seconds(lossy: Lossy, own: bool) -> float:
             self.use(lossy)
-            found[lossy] = self.choose(workload).total_seconds
+            known = self.rates.known() if own else of_kernels(self.rates.known())
+            found[lossy] = self.choose(workload, known=known).total_seconds
             return found[lossy]
 
-        def known(lossy: Lossy) -> bool:
+        def measured(lossy: Lossy) -> bool:
             self.use(lossy)
             return self.rates.own
 
-        self._measures = False
-        try:
-            self.rates.computed = not all(map(known, among))
-            best = least_lossy(among, seconds)
-            if self.rates.computed:
-                self.rates.computed = False
-                fits = [lossy for lossy in among if lossy in found]
-                fastest = min((lossy for lossy in fits if lossy != best), key=found.__getitem__, default=best)
-                final = [lossy for lossy in fits if lossy in (fits[0], best, fastest)]
-                new = [lossy for lossy in final if not known(lossy)]
-                if found[best] > QUICK_SECONDS * len(new):
-                    for lossy in new:
-                        self.use(lossy)
-                        self.rates.measure_quickly()
-                if all(map(known, final)):
-                    found.clear()
-                    best = least_lossy(final, seconds)
-        finally:
-            self._measures, self.rates.computed = True, False
+        own = all(map(measured, among))
+        best = least_lossy(among, partial(seconds, own=own))
+        if not own:
+            fits = [lossy for lossy in among if lossy in found]
+            fastest = min((lossy for lossy in fits if lossy != best), key=found.__getitem__, default=best)
+            final = [lossy for lossy in fits if lossy in (fits[0], best, fastest)]
+            new = [lossy for lossy in final if not measured(lossy)]
+            if found[best] > QUICK_SECONDS * len(new):
+                for lossy in new:
+                    self.use(lossy)
+                    self.rates.measure_quickly()
+            if all(map(measured, final)):
+                found.clear()
+                best = least_lossy(final, partial(seconds, own=True))
         self.use(best)
         message(
             f"predicted seconds of the job: {', '.join(f'{x:.3g} {lossy}' for lossy, x in found.items())}",
@@ -187,20 +182,21 @@ class Planner:
         """Return the layout under a policy. Raise OutOfMemory if it does not fit."""
         return lay_out_given(self.opened.facts, policy, workload, self.machine.capacity)
 
-    def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
+    def search(self, workload: Workload, options: Options | None = None, known: Hardware | None = None) -> Search:
         """Return the search for the best policy. Raise as `plan.search.search` does.
 
         Args:
             options: limits of the search.
-            measure: measure for a moment if the job is predicted to take MIN_QUICK_SECONDS, and everything if that
-                can pay; see `pays`. Must be False while weights are loaded, as measuring needs their memory and
-                modules.
+            known: rates to search with; must be given while weights are loaded, as measuring needs their memory and
+                modules. None for the rates known so far: then measure briefly if the job is predicted to take
+                MIN_QUICK_SECONDS, and everything if that can pay; see `pays`.
         """
-        facts, rates, known = self.opened.facts, self.rates, self.rates.known()
+        facts, rates, measure = self.opened.facts, self.rates, known is None
+        known = known or rates.known()
         options = replace(options or Options(), overlap=self.overlap)
         with activity("planning", "searching the policy with the shortest predicted time"):
             found = search(facts, known, workload, options)
-            if not measure or not self._measures or found.best.seconds < MIN_QUICK_SECONDS:
+            if not measure or found.best.seconds < MIN_QUICK_SECONDS:
                 return found
             if rates.measure_quickly():
                 found = search(facts, known := rates.known(), workload, options)
@@ -218,38 +214,37 @@ class Planner:
             message(words)
             return search(facts, rates.measured(), workload, options)
 
-    def measure(self, workload: Workload) -> Hardware:
-        """Return the rates for plans of this workload without a job: measure the model for a moment in any case, and
-        everything if a search for the policy would. Raise OutOfMemory before, if no row fits."""
-        self.check(workload)
-        self.rates.measure_quickly()
-        if self.policy is None:
-            fitting(workload, self.layout)
-        return self.rates.known()
-
-    def choose(self, workload: Workload, resident: Policy | None = None, limits: Options = UNLIMITED) -> Prediction:
+    def choose(
+        self,
+        workload: Workload,
+        resident: Policy | None = None,
+        limits: Options = UNLIMITED,
+        known: Hardware | None = None,
+    ) -> Prediction:
         """Return the best policy for a workload, and its prediction. Raise OutOfMemory if no policy fits.
 
         Args:
             resident: the policy under which weights are in memory; None if none are. They stay if the job fits beside
                 them, unless the job is long and reading them again pays.
             limits: if its `block` or `prefill_tokens` is None, that of the planner holds.
+            known: as for `search`; not needed if weights are in memory.
         """
         tokens, block = limits.prefill_tokens or self.prefill_tokens, limits.block or self.block
-        searched = self._choice(workload, resident, replace(limits, prefill_tokens=tokens, block=block))
+        searched = self._choice(workload, resident, replace(limits, prefill_tokens=tokens, block=block), known)
         self._searched = searched if self.machine.workers else None  # its layouts take tens of MB
         return searched.best
 
-    def _choice(self, workload: Workload, resident: Policy | None, options: Options) -> Search:
+    def _choice(self, workload: Workload, resident: Policy | None, options: Options, known: Hardware | None) -> Search:
         if resident is None:
-            return self.search(workload, options)
+            return self.search(workload, options, known)
+        known = known or self.rates.known()
         try:
-            beside = self.search(workload, replace(options, placed=resident), measure=False)
+            beside = self.search(workload, replace(options, placed=resident), known)
         except OutOfMemory:
-            return self.search(workload, options, measure=False)
+            return self.search(workload, options, known)
         if beside.best.seconds < MIN_JOB_SECONDS:
             return beside
-        other = self.search(workload, options, measure=False)
+        other = self.search(workload, options, known)
         return other if other.best.total_seconds < beside.best.seconds else beside
 
     def smaller(self, workload: Workload, layout: Layout, tier: str, missing: int, resident: Policy | None) -> Layout:
@@ -279,9 +274,9 @@ class Planner:
         half = max(1, min(policy.block_size, workload.count) // 2)
         return self.choose(workload, resident, Options(policy.prefill_tokens, block=half)).layout
 
-    def cost(self, workload: Workload) -> Cost:
-        """Return the cost model of a workload, with the rates known so far. Measure nothing."""
-        return Cost(self.opened.facts, self.rates.known(), workload, self.overlap)
+    def cost(self, workload: Workload, known: Hardware | None = None) -> Cost:
+        """Return the cost model of a workload. Measure nothing. known: rates to use; None for those known so far."""
+        return Cost(self.opened.facts, known or self.rates.known(), workload, self.overlap)
 
     def watch(self, workload: Workload, layout: Layout) -> SweepMonitor:
         """Return what compares a job's sweeps with their prediction under a layout."""

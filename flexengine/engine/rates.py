@@ -38,9 +38,8 @@ class RateStore:
         self.machine, self.opened = machine, opened
         self._hardware = fitted(given, machine) if given is not None else None
         self._given = given is not None
-        self._quick: Hardware | None = None  # measured by `measure_quickly`, if the cache cannot store it
+        self._quick: Hardware | None = None  # measured by `measure_quickly`, if it was not stored
         self._tried = False  # whether `measure_quickly` has measured
-        self.computed = False  # whether `known` leaves out what was measured of models, so that formats are alike
 
     def forget(self) -> None:
         """Read the stored rates again when they are needed: the model's formats have changed."""
@@ -55,8 +54,6 @@ class RateStore:
         known = known or store.unmeasured(machine, self.opened.dtype)
         if machine.workers and not known.worker_attention:
             known = replace(known, **self._workers)
-        if self.computed:
-            known = replace(known, layers={}, heads={}, attention={}, blocks={}, quick=(), corrected={})
         return known.with_capacity(machine.capacity)  # it may have changed since
 
     @property
@@ -74,11 +71,13 @@ class RateStore:
     def measure_quickly(self) -> bool:
         """Measure for 2 to 6 seconds what decides the device's seconds of this model, once for a machine and model,
         unless it is known. Return whether `known()` has changed."""
+        if self._quick is not None and timed(self._quick, self.opened.facts):
+            return False
         if self._tried or self._hardware is not None or store.knows_quickly(self.machine, self.opened):
             return False
         self._tried = True
         try:
-            hardware, stored = store.obtain_quickly(self.machine, self.opened)
+            hardware, stored = store.obtain_quickly(self.machine, self.opened, self._quick)
         except (FlexError, OSError, torch.OutOfMemoryError) as error:
             message(f"not measured: {error}", logging.WARNING)
             return False
@@ -90,7 +89,7 @@ class RateStore:
         fails, report the reason and return `known()`."""
         if self._hardware is None:
             try:
-                self._hardware = store.obtain(self.machine, self.opened, measure=True)
+                self._hardware, self._quick = store.obtain(self.machine, self.opened, measure=True), None
             except (FlexError, OSError) as error:
                 message(f"not measured: {error}", logging.WARNING)
         self._hardware = self.known()
@@ -98,10 +97,14 @@ class RateStore:
 
     def learn(self, watch: SweepMonitor) -> None:
         """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed,
-        nor are those of a model whose measurement was never tried. watch: the finished job's predicted and measured
-        seconds."""
+        nor are those of a model whose measurement was never tried, or was not stored. watch: the finished job's
+        predicted and measured seconds."""
         opened, known = self.opened, watch.cost.hardware
-        learns = not self._given and (known.measured or self._tried or store.knows_quickly(self.machine, opened))
+        learns = (
+            not self._given
+            and self._quick is None
+            and (known.measured or self._tried or store.knows_quickly(self.machine, opened))
+        )
         if learns and (factors := watch.factors()):
             key = store.key_of(self.machine, opened.dtype, opened.files)
             planned = replace(watch.cost.hardware, workers=(), filed=0, worker_attention={}, worker_links={},
@@ -124,6 +127,11 @@ class RateStore:
             message(f"attention workers are not measured: {error}; the plan assumes that they are as fast as copies to"
                     " the device", logging.WARNING)  # fmt: skip
             return {}
+
+
+def of_kernels(hardware: Hardware) -> Hardware:
+    """Return the rates without those of single models, so that all formats are predicted by the same rates."""
+    return replace(hardware, layers={}, heads={}, attention={}, blocks={}, quick=(), corrected={})
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:

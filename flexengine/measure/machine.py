@@ -96,12 +96,19 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
     return {**found}
 
 
-def measure_quickly(known: Hardware | None, machine: Machine, opened: OpenModel) -> tuple[Hardware, dict[str, Any]]:
-    """Return `known`, or if it is None, rates of the machine, and the model's own rates that they lack."""
-    length = "3 to 6 s" if known is None else "2 to 5 s"
-    with noticing(), measuring("what decides the speed of this model here", "machine and model", length):
+def measure_quickly(
+    known: Hardware | None, machine: Machine, opened: OpenModel
+) -> tuple[Hardware, dict[str, Any], bool]:
+    """Return `known`, or if it is None, rates of the machine; the model's own rates that they lack; and whether other
+    programs disturbed the measurement."""
+    length, remedy = "3 to 6 s" if known is None else "2 to 5 s", "so they are measured again at the next start"
+    with (
+        noticing(remedy) as disturbed,
+        measuring("what decides the speed of this model here", "machine and model", length),
+    ):
         hardware = known or quick_rates(machine, opened)
-        return hardware, quick_model(hardware, machine, opened)
+        found = quick_model(hardware, machine, opened)
+    return hardware, found, bool(disturbed)
 
 
 @torch.no_grad()
@@ -124,6 +131,10 @@ def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
             own |= dict(sweep_seconds=sweep or known.sweep_seconds, sequence_seconds=each or known.sequence_seconds)
         reads = quick_reads(machine, opened.files) or known.checkpoint_read
         found = measure_crosstalk(machine, opened.files, quick=True)
+        if "disk_read" in found:  # reads of the checkpoint; offload directories are assumed to be alike
+            for lane in known.crosstalk.get("device", {}):
+                found["device"].setdefault(lane, found["device"]["disk_read"])
+                found.setdefault(lane, found["disk_read"])
         talk = {lane: {**known.crosstalk.get(lane, {}), **others} for lane, others in found.items()}
     return replace(
         known, name=machine_name(machine), links={**known.links, **links}, checkpoint_read=reads,
@@ -140,10 +151,10 @@ def _copied(machine: Machine) -> float:
 
 
 def quick_model(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict[str, Any]:
-    """Return the rates of the model's layers, head, attention and records that `hardware` lacks, within two seconds;
+    """Return the rates of the model's layers, head, attention and records that `hardware` lacks, within a few seconds;
     for layers that do not fit in memory those of products in their formats, instead of assumed ones."""
     found: dict[str, Any] = {}
-    hardware = replace(hardware, quick=())  # what was measured for a moment is not measured so again
+    hardware = replace(hardware, quick=())  # what was measured briefly is not measured so again
     if not knows_products(hardware, opened.facts):
         times = measure_model(opened.skeleton, opened.facts, opened.held, machine, quick=True)
         found["layers"], found["heads"] = times

@@ -78,12 +78,16 @@ def obtain(
     return hardware.with_capacity(machine.capacity)
 
 
-def obtain_quickly(machine: Machine, opened: OpenModel) -> tuple[Hardware, bool]:
+def obtain_quickly(machine: Machine, opened: OpenModel, unstored: Hardware | None = None) -> tuple[Hardware, bool]:
     """Measure for 2 to 6 seconds what decides the device's seconds of this model: its own layers, head and
     attention, and of a machine without stored rates also memory, copies, reads of the checkpoint and overhead. Return
-    all rates, and whether they are stored, for later jobs. Arguments and errors as of `obtain`."""
-    known = cached(key_of(machine, opened.dtype, opened.files))
-    hardware, measured = resolve_name("flexengine.measure.machine:measure_quickly")(known, machine, opened)
+    all rates, and whether they are stored, for later jobs. They are not if other programs disturbed the measurement.
+    Arguments and errors as of `obtain`. unstored: rates that an earlier call has returned without storing them."""
+    known = unstored or cached(key_of(machine, opened.dtype, opened.files))
+    measure = resolve_name("flexengine.measure.machine:measure_quickly")
+    hardware, measured, disturbed = measure(known, machine, opened)
+    if unstored is not None or disturbed:
+        return joined(hardware, measured, opened.facts, quick=True), False
     return _kept_with(hardware, measured, machine, opened, quick=True)
 
 
@@ -122,7 +126,7 @@ def computing_rates(machine: Machine, dtype: torch.dtype) -> Hardware | None:
 
 def joined(known: Hardware, measured: Mapping[str, Any], facts: ModelFacts, quick: bool = False) -> Hardware:
     """Return rates with further ones. Corrections of earlier ones end, also if this model's are computed from them.
-    quick: whether the further ones were measured for a moment; they replace no others. See `Hardware.quick`."""
+    quick: whether the further ones were measured briefly; they replace no others. See `Hardware.quick`."""
     whole = _whole(known) if quick else set()
     measured = {
         field: {name: table for name, table in new.items() if field not in OWN or name not in whole}
@@ -135,8 +139,8 @@ def joined(known: Hardware, measured: Mapping[str, Any], facts: ModelFacts, quic
     before = {name: by for name, by in known.corrected.items() if name not in again}
     tables: dict[str, Any] = {field: {**getattr(known, field), **new} for field, new in measured.items()}
     names = {name for field in OWN for name in measured.get(field, ())}
-    moment = {*known.quick} | names if quick else {*known.quick} - names
-    return replace(known, corrected=before, quick=tuple(sorted(moment)), **tables)
+    brief = {*known.quick} | names if quick else {*known.quick} - names
+    return replace(known, corrected=before, quick=tuple(sorted(brief)), **tables)
 
 
 def knows(hardware: Hardware, facts: ModelFacts) -> bool:
@@ -145,20 +149,20 @@ def knows(hardware: Hardware, facts: ModelFacts) -> bool:
 
 
 def knows_quickly(machine: Machine, opened: OpenModel) -> bool:
-    """Return whether this machine, and this model's layers, head, attention and records on it, were measured for a
-    moment at least. Rates of another machine that computes with the same CPU do not count."""
+    """Return whether this machine, and this model's layers, head, attention and records on it, were measured
+    briefly at least. Rates of another machine that computes with the same CPU do not count."""
     hardware = cached(key_of(machine, opened.dtype, opened.files))
     return hardware is not None and timed(hardware, opened.facts)
 
 
 def _whole(hardware: Hardware) -> set[str]:
-    """Return the signatures with tables that were measured for more than a moment."""
+    """Return the signatures with tables that were not only measured briefly."""
     return {name for field in OWN for name in getattr(hardware, field)} - {*hardware.quick}
 
 
 def _merged(latest: Hardware, hardware: Hardware) -> Hardware:
     """Return the rates of computing of two files of one CPU, which may know other models: the newer `hardware`'s, but
-    what only `latest` has measured, or only `latest` for more than a moment, as that has it."""
+    what only `latest` has measured, or only `latest` not just briefly, as that has it."""
     older = {name for field in OWN for name in getattr(latest, field)}
     newer = {name for field in OWN for name in getattr(hardware, field)}
     stay = older - newer | _whole(latest) - _whole(hardware)

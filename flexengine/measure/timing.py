@@ -21,6 +21,7 @@ from flexengine.tier.machine import Machine
 MIN_CALLS = 3  # minimum number of timed calls, if the budget allows
 MAX_CALLS = 1000  # maximum number of timed calls
 DISTURBED = 0.25  # cores; other programs may use this much before a message says so
+AGAIN = "so measure again when the machine is idle (flexengine measure MODEL --again)"
 NOTICED = 0.5  # seconds; shorter measurements are not checked, as CPU time is counted in 1/100 s
 T = TypeVar("T")
 BURST = 8  # calls queued on a GPU between two synchronisations, as a lane does
@@ -137,17 +138,21 @@ def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[Runn
 
 
 @contextmanager
-def noticing() -> Iterator[None]:
-    """Report after the block if other programs used cores that this process needed."""
-    others, began = _others_seconds(), time.perf_counter()
-    yield
+def noticing(remedy: str = AGAIN) -> Iterator[list[float]]:
+    """Report after the block, with a remedy, if other programs used cores that this process needed. Yield a list, to
+    which the number of these cores is then added."""
+    others, began, noticed = _others_seconds(), time.perf_counter(), list[float]()
+    yield noticed
     if (seconds := time.perf_counter() - began) < NOTICED:
         return
     cores = (_others_seconds() - others) / seconds
     if cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + DISTURBED:
-        message(f"other programs kept {cores:.1f} cores busy during the measurement; the measured rates may be too low,"
-                " so measure again when the machine is idle (flexengine measure MODEL --again)",
-                logging.WARNING)  # fmt: skip
+        noticed.append(cores)
+        message(
+            f"other programs kept {cores:.1f} cores busy during the measurement; the measured rates may be too low,"
+            f" {remedy}",
+            logging.WARNING,
+        )
 
 
 def _others_seconds() -> float:

@@ -37,7 +37,9 @@ NOTE = "prepared.json"  # file in a prepared directory: the model's path as sour
 _HASHERS = 8  # threads at most
 _YOUNG = 3.0  # seconds after a change in which another change may leave the same times; digests are not stored then
 _END = 2**16  # bytes at each end of a file that are compared
+_LONG = 4 << 30  # bytes; hashing more is announced before, as it may take minutes
 _POLL = 0.1  # seconds between two attempts to lock
+_digests: dict[tuple[Path, str], str] = {}  # digest by path and `_marks` of a file, hashed by this process
 _held: dict[Path, int] = {}  # descriptor by directory that this process uses
 
 
@@ -82,8 +84,9 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
 
 
 def digests(files: Sequence[Path]) -> list[str]:
-    """Return the SHA-256 of each file. Files whose path and marks (`_marks`) are those of an earlier call, in any
-    process, are not read again. An error, such as KeyboardInterrupt, ends the hashing at the next block.
+    """Return the SHA-256 of each file. Files whose path and marks (`_marks`) are those of an earlier call, in this
+    process or, unless they had just changed then, in any, are not read again. An error, such as KeyboardInterrupt,
+    ends the hashing at the next block.
     """
     known = [_known(file) for file in files]
     unknown = [file for file, digest in zip(files, known, strict=True) if digest is None]
@@ -92,7 +95,8 @@ def digests(files: Sequence[Path]) -> list[str]:
     total = sum(file.stat().st_size for file in unknown)
     text = f"hashing the model's files, once, to find what was made from the same content ({total / 1e9:.2f} GB)"
     ended = Event()
-    with activity("hashing", text, total, "B"), ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1)) as pool:
+    level, threads = logging.INFO if total > _LONG else logging.DEBUG, min(_HASHERS, os.cpu_count() or 1)
+    with activity("hashing", text, total, "B", level), ThreadPoolExecutor(threads) as pool:
         try:
             hashed = iter([pool.submit(copy_context().run, _hashed, file, ended) for file in unknown])
             return [digest or next(hashed).result() for digest in known]
@@ -106,11 +110,12 @@ def _known(file: Path) -> str | None:
     if file.parent.parent == cache_root() / "prepared":  # converted: `_build` wrote the digests
         with suppress(BadCheckpoint):
             return read_sums(file.parent / SUMS).get(file.name)
+    now = _marks(file)
     try:
         marks, _, digest = _digest_file(file).read_text(encoding="ascii").rpartition(" ")
     except (OSError, ValueError):  # a damaged file is no text
-        return None
-    return digest if marks == _marks(file) and len(digest) == 64 else None
+        marks = digest = ""
+    return digest if marks == now and len(digest) == 64 else _digests.get((file.resolve(), now))
 
 
 def _hashed(file: Path, ended: Event) -> str:
@@ -125,7 +130,10 @@ def _hashed(file: Path, ended: Event) -> str:
     began, marks = time.time(), _marks(file)
     digest = digest_of(file, count)
     about = file.stat()
-    if marks == _marks(file) and began - max(about.st_mtime, about.st_ctime) > _YOUNG:
+    if marks != _marks(file):
+        return digest
+    _digests[file.resolve(), marks] = digest
+    if began - max(about.st_mtime, about.st_ctime) > _YOUNG:
         with suppress(OSError):  # the cache cannot be written: the next call hashes again
             _make_private(_digest_file(file).parent)
             _digest_file(file).write_text(f"{marks} {digest}", encoding="ascii")

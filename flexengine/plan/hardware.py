@@ -210,11 +210,11 @@ class Hardware:
             attention itself; `task_seconds` if not measured.
         touch, touch_busy: bytes per second of first writes to RAM (page faults), alone and while the processor
             computes; 0 if not known.
-        measured: False for rates that were not measured, or only some of them, in about two seconds.
+        measured: False for rates that were not measured, or only some of them, briefly.
         assumed: True if rates that were not measured are round numbers of no machine (`plan.rates.assumed`). The
             planner then puts no KV cache on a disk while memory can hold it, and delegates no attention.
-        quick: signatures (keys of `layers`, `heads` and `attention`) of models measured in about two seconds. Those
-            that are missing there did not fit in memory.
+        quick: signatures (keys of `layers`, `heads` and `attention`) of models measured briefly. Those that are
+            missing there did not fit in memory.
         prices: by place, its price in any unit of money, also per time. Places without one cost nothing.
         corrected: by lane, or signature of a layer or head, factor by which jobs have lengthened the measured seconds.
         more_disks: bytes that may be used of each further offload directory, in order; None for no limit.

@@ -33,7 +33,7 @@ from flexengine.plan.sizes import EXTENT, Array
 _CPU: Table = ((1, 1.5e10), (8, 4e10), (64, 1.2e11), (512, 1.5e11))
 _GPU: Table = ((1, 5e11), (64, 2e13), (1024, 6e13))
 _GPU32: Table = ((1, 2.5e11), (64, 8e12), (1024, 1e13))  # twice the bytes, and no tensor cores
-_LOST = 0.3  # seconds that computing and a disk's reads lose per second of the other: 0.2 to 0.5 were measured
+_LOST = 0.3  # seconds that computing and a disk's reads or writes lose per second of the other: 0.2 to 0.5 with reads
 DEQUANTIZE_FLOP = 4.0  # per encoded element: unpack, scale, add the minimum
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # points at which a layer's seconds are computed
 _DTYPES = {2: ("float16", "bfloat16"), 4: ("float32",)}  # names by bytes per element
@@ -300,7 +300,7 @@ def timed(hardware: Hardware, model: ModelFacts) -> bool:
 
 def origin(hardware: Hardware, model: ModelFacts) -> str:
     """Return in words what was measured for a plan of this model."""
-    how = " for two seconds" if model.signatures & {*hardware.quick} else ""
+    how = " briefly" if model.signatures & {*hardware.quick} else ""
     if not timed(hardware, model):
         return "measured, but not this model's layers" if hardware.measured else "not measured"
     if hardware.measured:
@@ -323,12 +323,11 @@ def assumed(kind: str, capacity: Capacity, same_device: Sequence[tuple[str, str]
     products = {"float16": _GPU, "float32": _GPU32} if gpu else {"float16": _CPU, "float32": _CPU}
     memory, link = (5e11, 1.2e10) if gpu else (1.5e10, 5e9)  # bytes per second
     lanes = [disk.lanes for disk in disks_of(capacity.places)]
-    reads: list[str] = [read for read, _ in lanes]
     rates = [(lane, rate) for both in lanes for lane, rate in zip(both, (1.5e9, 7e8), strict=True)]
     disks: dict[str, Table] = {lane: ((1.0, rate),) for lane, rate in rates}
     talk: dict[str, dict[str, float]] = {}
     if not gpu:
-        talk = {"device": dict.fromkeys(reads, _LOST), **{lane: {"device": _LOST} for lane in reads}}
+        talk = {"device": dict.fromkeys(disks, _LOST), **{lane: {"device": _LOST} for lane in disks}}
     for a, b in (*same_device, *((b, a) for a, b in same_device)):
         for lane, other in zip(place_of(a).lanes, place_of(b).lanes, strict=True):
             talk.setdefault(lane, {})[other] = 1.0

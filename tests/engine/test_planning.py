@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,7 +165,7 @@ def moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Hardware | 
     measure_quickly(monkeypatch)
     calls, measure = list[Hardware | None](), machine_rates.measure_quickly
 
-    def counted(known: Hardware | None, machine: Machine, opened: OpenModel) -> tuple[Hardware, dict[str, Any]]:
+    def counted(known: Hardware | None, machine: Machine, opened: OpenModel) -> tuple[Hardware, dict[str, Any], bool]:
         calls.append(known)
         return measure(known, machine, opened)
 
@@ -189,8 +190,28 @@ def test_a_model_is_measured_for_a_moment_once(
         assert not known.measured
         assert known.assumed
         assert timed(known, facts) == bool(calls)
-        said = "this model measured for two seconds, offload directories assumed" if calls else "not measured"
+        said = "this model measured briefly, offload directories assumed" if calls else "not measured"
         assert origin(known, facts) == said
+
+
+def test_a_disturbed_measurement_is_made_again_at_the_next_start(
+    families: Any, moments: list[Hardware | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process plans with its rates, also with those of other formats, and a job does not store them corrected."""
+    for cores, formats, calls in (([2.5], (None, "int8"), 2), ([], (None,), 3)):
+        monkeypatch.setattr(machine_rates, "noticing", lambda _, cores=cores: nullcontext(cores))
+        with Engine(families("llama").directory, device="cpu") as engine:
+            rates, opened, work = engine.planner.rates, engine.core.opened, Workload({(8, 8): 4})
+            for _ in range(2):
+                for cache in formats:
+                    engine.planner.use(Lossy(cache=cache))
+                    rates.measure_quickly()
+                    assert timed(rates.known(), opened.facts)
+            watch = engine.planner.watch(work, engine.plan(work))
+            monkeypatch.setattr(watch, "factors", lambda: {"device": 2.0})
+            rates.learn(watch)
+            assert len(moments) == calls
+            assert store.knows_quickly(engine.core.machine, opened) == (not cores)
 
 
 @pytest.mark.slow
@@ -266,7 +287,7 @@ def test_a_model_in_other_formats_is_measured_on_a_machine_that_was_measured(
                 assert origin(rates, engine.facts) == "measured, but not this model's layers"
             engine.plan(work)
             known = engine.planner.rates.known()
-            assert origin(known, engine.facts) == "measured, this model for two seconds"
+            assert origin(known, engine.facts) == "measured, this model briefly"
             assert engine.facts.signatures == {*known.quick} == {*known.layers, *known.heads, *known.attention}
     assert len(moments) == 1
 
@@ -339,9 +360,9 @@ def test_three_choices_at_most_are_measured(
         assert len(planner.choices) > 8
         choose = planner.choose
 
-        def noted(*given: Any) -> Any:
-            compared.append((engine.lossy, timed(planner.rates.known(), engine.facts)))
-            return choose(*given)
+        def noted(workload: Workload, known: Hardware) -> Any:
+            compared.append((engine.lossy, timed(known, engine.facts)))
+            return choose(workload, known=known)
 
         planner.choose = noted  # type: ignore[method-assign]
         among = planner.choices

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.measure import attention, kernels, links, machine, model, streaming
+from flexengine.measure import attention, kernels, links, machine, model, streaming, timing
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine
 
@@ -24,6 +24,7 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
                (attention, "QUICK_SECONDS"), (links, "QUICK_SECONDS"), (machine, "QUICK_SECONDS")]  # fmt: skip
     for module, name in moments:
         monkeypatch.setattr(module, name, 0.005)
+    monkeypatch.setattr(timing, "NOTICED", 1e9)  # other tests may run beside
     monkeypatch.setattr(model, "LAYER_SECONDS", 0.1)
     monkeypatch.setattr(model, "QUICK", ((64, 1, 16), 0.02, 0.005))
     monkeypatch.setattr(machine, "COPIED", 1 << 20)

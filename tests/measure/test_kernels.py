@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from flexengine import activity
 from flexengine.kernels.reference import ReferenceKernels
 from flexengine.measure import kernels
-from flexengine.measure.machine import measure_machine
+from flexengine.measure.machine import measure_machine, quick_rates
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine
 from tests.helpers.listening import listening
@@ -98,6 +99,20 @@ def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.Monk
             if least <= min(both) and max(both) <= most:
                 break
             assert attempt < 2, both
+
+
+def test_offload_directories_are_assumed_to_slow_computing_as_the_checkpoint_does(
+    at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A brief measurement reads the checkpoint beside computing; without one there are assumed shares."""
+    opened: Any = SimpleNamespace(dtype=torch.float32, files=[])
+    machine, link = at("cpu", 50 * MB), {"device": 0.1}
+    for read, to, by in (({"disk_read": 0.5}, 0.5, 0.6), ({}, 0.3, 0.3)):
+        found = {"device": {**read, "h2d": 0.2}, "h2d": link, **{lane: {"device": 0.6} for lane in read}}
+        monkeypatch.setattr("flexengine.measure.machine.measure_crosstalk", lambda *_, found=found, **__: found)
+        talk = quick_rates(machine, opened).crosstalk
+        assert talk["device"] == {"disk_read": to, "disk_write": to, "h2d": 0.2}
+        assert (talk["disk_read"], talk["disk_write"], talk["h2d"]) == ({"device": by}, {"device": by}, link)
 
 
 @pytest.mark.parametrize(("kind", "memory"), [("cpu", None), ("sim", 50 * MB)])

@@ -164,14 +164,16 @@ def test_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs are reported only if they use cores that measuring needs."""
     clock, used = [0.0], [100.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "NOTICED", 0.5)
     monkeypatch.setattr(timing, "_others_seconds", lambda: used[0])
     monkeypatch.setattr(timing.psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with listening() as heard:
         for cores in (2.0, 2.5):
-            with timing.noticing():
+            with timing.noticing() as noticed:
                 clock[0] += 10
                 used[0] += 10 * cores
+            assert noticed == ([] if cores == 2 else [2.5])
         (said,) = heard.messages
         assert "2.5 cores" in said
         with timing.noticing():  # one tick of the processor's clock is not ten busy cores

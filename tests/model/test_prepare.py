@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from flexengine.model import shards as shard_files
 from flexengine.model.prepare import prepared
 from flexengine.model.verify import Verifier, digest_of, read_sums
 from flexengine.shell.cachedir import contents
+from tests.helpers.listening import listening
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -57,8 +59,8 @@ def test_built_once_private_and_keyed_by_content(tmp_path, monkeypatch):
 
 
 def test_a_file_is_hashed_once_and_again_after_any_change(tmp_path, cache, monkeypatch):
-    """A digest is stored with size and times, of which a program cannot set the ctime; not of a file that has just
-    changed, whose next change may leave the same times."""
+    """A digest is stored with size and times, of which a program cannot set the ctime; of a file that has just changed,
+    whose next change may leave the same times, for this process only."""
     file, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     file.write_bytes(b"a" * 100)
     other.write_bytes(b"b")
@@ -67,11 +69,12 @@ def test_a_file_is_hashed_once_and_again_after_any_change(tmp_path, cache, monke
     first = prepare.digests([file, other])
     assert first == [hashlib.sha256(path.read_bytes()).hexdigest() for path in (file, other)]
     assert prepare.digests([file]) == first[:1]
-    assert sorted(read) == ["a.safetensors", "a.safetensors", "b.safetensors"]
-    monkeypatch.setattr(prepare, "_YOUNG", -1.0)
-    read.clear()
-    assert prepare.digests([file, other]) == prepare.digests([file, other]) == first
     assert sorted(read) == ["a.safetensors", "b.safetensors"]
+    for young in (3.0, -1.0, 3.0):  # as another process each
+        monkeypatch.setattr(prepare, "_YOUNG", young)
+        prepare._digests.clear()
+        assert prepare.digests([file, other]) == prepare.digests([file, other]) == first
+    assert sorted(read) == 3 * ["a.safetensors"] + 3 * ["b.safetensors"]
     stat = file.stat()
     time.sleep(0.02)  # the clock of the file system has steps of some milliseconds
     file.write_bytes(b"a" * 50 + b"b" + b"a" * 49)
@@ -80,6 +83,17 @@ def test_a_file_is_hashed_once_and_again_after_any_change(tmp_path, cache, monke
     next(cache.glob("*.sha256")).write_bytes(b"\xff damaged")
     assert prepare.digests([other]) == first[1:]
     assert not [name for name, _ in contents(cache.parent).ignored if name.startswith("prepared")]
+
+
+def test_long_hashing_is_announced(tmp_path, monkeypatch):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"a" * 100)
+    for most, level in ((100, logging.DEBUG), (99, logging.INFO)):
+        monkeypatch.setattr(prepare, "_LONG", most)
+        monkeypatch.setattr(prepare, "_digests", {})
+        with listening() as heard:
+            prepare.digests([file])
+        assert [(entry.name, entry.level) for entry in heard if entry.state == "began"] == [("hashing", level)]
 
 
 def test_marks_are_of_the_file_and_its_ends(tmp_path):

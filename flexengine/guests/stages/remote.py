@@ -42,6 +42,7 @@ from flexengine.lossy import PREDICTORS, Lossy
 from flexengine.model import identity
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Prediction
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.search import Search
 from flexengine.plan.stages import Strategy, block_of, for_cohorts, place_weights
@@ -332,7 +333,13 @@ class PipelinePlanner(Planner):
     def _say_unused(self, searched: Search) -> None:
         message("attention workers are not used: the stages are predicted to be no faster with them")
 
-    def choose(self, workload: Workload, resident: Policy | None = None, limits: Options = UNLIMITED) -> Prediction:
+    def choose(
+        self,
+        workload: Workload,
+        resident: Policy | None = None,
+        limits: Options = UNLIMITED,
+        known: Hardware | None = None,
+    ) -> Prediction:
         """Return a policy for all stages, with the weights of the first one, and its prediction for the first stage.
         Arguments and errors as for `Planner.choose`; an error of another stage names the stage."""
         tokens = limits.prefill_tokens or self.prefill_tokens
@@ -343,10 +350,10 @@ class PipelinePlanner(Planner):
         else:  # the policy of the stage with the smallest block, with a gpu_batch for each stage
             job = JobOrder(workload, self.opened.lossy, Policy(), block=limits.block, prefill_tokens=tokens)
             others = self.driver.ask(OrderKind.CHOOSE, Policy, job)
-            own = super().choose(workload, resident, limits).policy
+            own = super().choose(workload, resident, limits, known).policy
             tightest = min((own, *others().values()), key=lambda policy: policy.block_size)
             shared = for_cohorts(tightest, self.driver.group.size)
-        return place_weights(self.cost(workload), shared, self.machine.capacity, resident)
+        return place_weights(self.cost(workload, known), shared, self.machine.capacity, resident)
 
 
 def check_alike(core: Core, options: EngineOptions, group: PipelineGroup) -> None:

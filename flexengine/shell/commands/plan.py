@@ -3,9 +3,10 @@
 import argparse
 import json
 import math
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flexengine import shipped
@@ -35,6 +36,7 @@ from flexengine.shell.explain.picture import check, plot
 from flexengine.shell.explain.whatif import ideas
 
 if TYPE_CHECKING:
+    from flexengine.engine.planner import Planner
     from flexengine.worker.open_model import OpenModel
 
 PROMPT_TOKENS, ROWS = 512, 1000
@@ -118,15 +120,21 @@ def plan(args: argparse.Namespace) -> None:
     if among := [each for each in made if opened.refusal(each) is None]:
         lossy = _choose(args, opened, rows, other, among)
         say(f"chosen: {lossy.described}")
-    hardware = other or _measured(args, opened, rows, given)
     options = Options(latency_limit=args.latency, frontier=args.frontier)
+    with ExitStack() as stack:
+        rates: Callable[[], Hardware]
+        best: Callable[[Workload], Search]
+        if other:
+            stack.enter_context(activity("planning", "searching the policy with the shortest predicted time"))
+            rates, best = lambda: other, lambda work: search(opened.facts, other, work, options)
+        else:
+            planner = stack.enter_context(_own_machine(args, opened, rows, given))
+            rates, best = planner.rates.known, partial(planner.search, options=options)  # may measure
 
-    def planned(work: Workload) -> Search | Prediction:
-        machine = opened.facts, hardware, work
-        return _priced(*machine, given) if given is not None else search(*machine, options)
+        def planned(work: Workload) -> Search | Prediction:
+            return best(work) if given is None else _priced(opened.facts, rates(), work, given)
 
-    with activity("planning", "searching the policy with the shortest predicted time"):
-        answer, largest, why = fitting(rows, planned)
+        (answer, largest, why), hardware = fitting(rows, planned), rates()
     if message := left_out(rows, largest, why):
         say(message)
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
@@ -236,9 +244,12 @@ def _choose(
     return best
 
 
-def _measured(args: argparse.Namespace, opened: "OpenModel", workload: Workload, policy: Policy | None) -> Hardware:
-    """Return this machine's rates. Raise, before measuring, OutOfMemory if the machine can hold none of the rows, and
-    InvalidInput if it lacks a place of the given policy."""
+@contextmanager
+def _own_machine(
+    args: argparse.Namespace, opened: "OpenModel", workload: Workload, policy: Policy | None
+) -> Iterator["Planner"]:
+    """Yield a planner for this machine, which has measured the model briefly. Raise, before measuring, OutOfMemory if
+    the machine can hold none of the rows, and InvalidInput if it lacks a place of the given policy."""
     from flexengine.engine.planner import Planner
 
     options = openers.machine_options(args)
@@ -246,7 +257,10 @@ def _measured(args: argparse.Namespace, opened: "OpenModel", workload: Workload,
         if policy is not None:
             check_places(policy, machine.capacity)
         machine.say_no_offload()
-        return Planner(machine, opened, policy=policy).measure(workload)
+        planner = Planner(machine, opened, policy=policy)
+        planner.check(workload)
+        planner.rates.measure_quickly()
+        yield planner
 
 
 def _other_machine(args: argparse.Namespace) -> Hardware:
