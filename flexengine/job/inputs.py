@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from flexengine.errors import InvalidInput, meant
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
+from flexengine.job.memory import row_memory
 from flexengine.job.packed import Bytes, unpacked
 from flexengine.job.row_fields import FieldNotes, RowRules
 from flexengine.job.rows import Row
@@ -121,7 +122,7 @@ class InputRows(AbstractContextManager["InputRows"]):
         with self._source.open(digest) as file:
             at = 0
             for row in islice(self._read(file), self._limit):
-                at = self._source.take_line(at, file.tell())
+                at = self._source.take_row(at, file.tell(), row)
                 marked = (self.chat or self.rules.score) and not row.is_batch
                 yield replace(row, chat=self.chat, scored=self.rules.score) if marked else row
             while digest is not None and file.read(_STEP):
@@ -180,9 +181,6 @@ _FOREIGN = (
 _UTF32_BOMS = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _STEP = 2**20  # bytes read at a time
-# Bytes of memory for a byte of a row, and most for a row. A row has its bytes, their text, and the text in its fields;
-# lists and objects take more, but are limited in number.
-_ROW_FACTOR, _MOST_ROW = 24, 5 * 2**26
 _SEEN = 32  # bytes of the beginning that are looked at
 
 
@@ -195,8 +193,8 @@ class InputFile:
         packing: how it is compressed: gzip, zstd or "".
         delimiter: the character between cells; "" if it is no table of text.
         memory: the argument.
-        taken: most bytes of memory that reading took so far: for rows of over _STEP bytes, and for another process that
-            reads them.
+        taken: most bytes of memory that reading took so far: for rows of over _STEP bytes, by `row_memory`, and for
+            another process that reads them.
     """
 
     def __init__(
@@ -236,9 +234,10 @@ class InputFile:
         if self._copy is not None:
             self._copy.close()
 
-    def take_line(self, start: int, end: int) -> int:
+    def take_row(self, start: int, end: int, row: Row) -> int:
         """Count the memory of a row with the bytes from `start` to `end`. Return `end`."""
-        self.taken = max(self.taken, min(_ROW_FACTOR * (end - start - _STEP), _MOST_ROW))
+        if (length := end - start) > _STEP:
+            self.taken = max(self.taken, row_memory(length, row.fields))
         return end
 
     @contextmanager

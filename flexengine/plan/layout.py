@@ -141,7 +141,7 @@ def lay_out(
     buffers = gpu_buffers(model, batch_tokens(policy, workload), workload.longest) if model.gpu else 0
     layout.book("device", "workspace", workspace(model, policy, workload) + aligned(buffers))
     layout.book("device", "paused forwards", paused(model, policy, workload))
-    layout.book("device", ROWS, aligned(workload.reading) if capacity.shared else 0)
+    layout.book("device" if capacity.shared else "host", ROWS, aligned(workload.reading))
     if model.experts:
         guest("neurons").book_experts(layout, model, sweep_tokens(policy, workload))
     if policy.delegate or policy.works:

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import resource
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -273,13 +274,26 @@ def test_rows_that_take_much_if_read_at_once_are_read_one_by_one(tmp_path):
     assert [row.index for row in rows if "takes too much memory or time to be read" in row.error] == list(range(300))
 
 
+def test_memory_of_a_row_follows_its_size_and_its_values():
+    """Its bytes, its text in the width of its widest character, and its fields; without fields it may have had any."""
+    for size in (2**21, 2**24):
+        text, length = "x" * (size - 15), size
+        assert 1 <= row_memory(length, {"prompt": text}) / (6 * length) < 1.001
+        assert 1 <= row_memory(length, {"a": "\U0001f600", "prompt": text}) / (12 * length) < 1.001
+        assert row_memory(length, {}) == min(24 * length, 320 * 2**20)
+    escapes = 2**20 * "\U0001f600"
+    assert row_memory(2**26, {"x": escapes}) < 2 * (2**26 + 2**27 + 5 * 2**20)
+    row = {"x": [[] for _ in range(1000)]}
+    assert row_memory(3000, row) - row_memory(3000, {"x": []}) > 2 * 1000 * (sys.getsizeof([]) + 8)
+
+
 def test_memory_of_reading(tmp_path):
     """A quarter of the given memory is the limit; the plan reserves what was taken."""
     pa = pytest.importorskip("pyarrow")
     assert [table_process.most_bytes(m) >> 20 for m in (None, 1, 2**29, 2**30, 2**40)] == [512, 64, 128, 256, 512]
     with InputRows(written(tmp_path, b'{"prompt": "' + b"a" * 2**20 + b'"}\n')) as rows:
         assert len(list(rows)) == 1
-        assert rows.reading == 24 * len('{"prompt": ""}\n')
+        assert 4 * 2**20 < rows.reading < 7 * 2**20
     with InputRows(written(tmp_path, b'{"prompt": "a"}\n' * 100)) as rows:
         assert rows.scan().total == 100
         assert rows.reading == 0
