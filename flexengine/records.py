@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
-from flexengine import shipped
 from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown
 from flexengine.words import command_words, python_words
 
@@ -197,7 +197,7 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     return values
 
 
-def load(kind: type[T], path: str | Path, what: str, names: shipped.Kind | None = None) -> T:
+def load(kind: type[T], path: str | Path, what: str, names: str | None = None) -> T:
     """Return the record in a JSON file.
 
     Args:
@@ -206,7 +206,7 @@ def load(kind: type[T], path: str | Path, what: str, names: shipped.Kind | None 
         names: kind of shipped files; None if there are none of this kind.
     """
     if names is not None and (os.path.isdir(path) or not os.path.exists(path)):
-        path = python_words(shipped.find_file)(names, os.fspath(path))
+        path = python_words(resolve_name("flexengine.shipped:find_file"))(names, os.fspath(path))
     return read(kind, read_object(path, what), f"{what} {path}")
 
 

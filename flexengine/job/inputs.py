@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from flexengine.errors import InvalidInput, meant
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
-from flexengine.job.memory import row_memory
 from flexengine.job.packed import Bytes, unpacked
 from flexengine.job.row_fields import FieldNotes, RowRules
 from flexengine.job.rows import Row
@@ -237,6 +236,8 @@ class InputFile:
     def take_row(self, start: int, end: int, row: Row) -> int:
         """Count the memory of a row with the bytes from `start` to `end`. Return `end`."""
         if (length := end - start) > _STEP:
+            from flexengine.job.memory import row_memory  # few files have such rows
+
             self.taken = max(self.taken, row_memory(length, row.fields))
         return end
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flexengine.errors import UnsupportedModel
 from flexengine.model.checkpoint import Loading
-from flexengine.model.config import config_fault, coupled_rope, load_config
+from flexengine.model.config import coupled_rope, load_config
 from flexengine.model.forward import ATTENTION, Attend, Layer, PausingEmbedding, PausingHead, PausingLayer, attend
 from flexengine.model.linear import FastLinear, Invariance, Product, use_product
 from flexengine.model.native.recognise import use_fused, use_native_layers
@@ -81,6 +81,8 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
             options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except Exception as error:
+        from flexengine.model.config_faults import config_fault
+
         raise UnsupportedModel(f"{name}: {config_fault(error, config.to_dict())}") from error
     if adapted:
         resolve_name(ADAPTERS[config.model_type])(model, attend)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType
 from typing import Any
 
@@ -42,9 +43,6 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("dtype", "torch_dtype"), ((str, Mapping, NoneType), 'a name, such as "bfloat16"')),
     **dict.fromkeys(("text_config", "quantization_config"), ((Mapping, NoneType), "an object, as {...}")),
 }
-# What transformers calls kinds.
-_WORDS = {"int": "a whole number", "float": "a number with a point, such as 1.0", "str": "a string", "list": "a list"}
-_WORDS |= {"bool": "true or false", "NoneType": "null", "dict": "an object"}
 _COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
@@ -102,7 +100,8 @@ def parsed_config(
         counts = {name: getattr(text, name, None) for name in _COUNTS}
         size = size_of(config)
     except Exception as error:  # transformers raises errors of many types for bad configs
-        raise UnsupportedModel(f"{directory}: {config_fault(error, raw)}") from error
+        reason = resolve_name("flexengine.model.config_faults:config_fault")(error, raw)
+        raise UnsupportedModel(f"{directory}: {reason}") from error
     for name, value in counts.items():
         if isinstance(value, int | float) and not value >= 1:
             raise UnsupportedModel(f"{path}: {name} is {value}; it must be at least 1")
@@ -126,13 +125,13 @@ def _check_fields(path: Path, raw: Mapping[str, Any]) -> None:
         if (key in raw and not isinstance(value, kinds)) or not all(isinstance(name, str) for name in names):
             raise BadCheckpoint(f"{path}: {key} is {shown(value)}; it must be {must}: correct it, or {AGAIN}")
     for part in (raw, raw.get("text_config") or {}):
-        for name, (key, value) in _sizes(part).items():
+        for name, (key, value) in stated_sizes(part).items():
             if isinstance(value, int | float) and value < _LEAST[name]:
                 must = f"it must be at least {_LEAST[name]}: correct it, or {AGAIN}"
                 raise BadCheckpoint(f"{path}: {key} is {shown(value)}; {must}")
 
 
-def _sizes(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+def stated_sizes(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return the key and the value of each size of _LEAST that a config states, by the size's usual name."""
     from transformers import CONFIG_MAPPING
 
@@ -173,49 +172,12 @@ def coupled_rope(config: Any) -> set[str]:
     return kinds & _COUPLED_ROPE
 
 
-def config_fault(error: Exception, values: Mapping[str, Any]) -> str:
-    """Return why transformers cannot build a model. values: its config.
-
-    transformers looks names up in tables, and the text of their errors is only the name: the key that has it is added.
-    """
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    if fault := _field_fault(text, values):
-        return f"config.json {fault}; correct it, or {AGAIN}"
-    name = text if isinstance(error, KeyError) else text.removeprefix("module 'torch' has no attribute ").strip("'")
-    if " " in name or not name:
-        return text or repr(error)
-    keys = [key for key, value in _entries(values) if value in (name, f"torch.{name}")]
-    if keys:
-        return f"config.json sets {keys[0]} to {name!r}, which transformers does not know; correct it"
-    return f"config.json lacks {name!r}, or sets it to what transformers does not know ({type(error).__name__})"
-
-
-def _field_fault(text: str, values: Mapping[str, Any]) -> str:
-    """Return what is wrong with a field, by the text of an error of transformers; "" if the text names none."""
-    parts, sizes = [values, *(part for part in values.values() if isinstance(part, Mapping))], _sizes(values)
-    if field := re.match(r"Validation error for field '(\w+)'", text):
-        value = next((part[field[1]] for part in parts if field[1] in part), None)
-        kinds = dict.fromkeys(_WORDS.get(kind, kind) for kind in re.findall(r"' expected (\w+)", text))
-        return f"sets {field[1]} to {shown(value)}" + (f"; it must be {' or '.join(kinds)}" if kinds else "")
-    if "does not recognize this architecture" in text:
-        return f"sets model_type to {shown(values.get('model_type'))}, which the installed transformers does not know"
-    if "Padding_idx" in text:
-        pad = next((part["pad_token_id"] for part in parts if part.get("pad_token_id") is not None), None)
-        _, vocabulary = sizes.get("vocab_size", ("", "less"))
-        return f"sets pad_token_id to {pad}, but vocab_size to {vocabulary}; token ids must be below vocab_size"
-    if re.search("multiple|divisible", text) and {"hidden_size", "num_attention_heads"} <= sizes.keys():
-        (width, columns), (heads, number) = sizes["hidden_size"], sizes["num_attention_heads"]
-        if isinstance(columns, int) and isinstance(number, int) and number > 0 and columns % number:
-            return f"sets {width} to {columns} and {heads} to {number}; {width} must be a multiple of {heads}"
-    return f"contradicts itself: {text.rpartition('Error: ')[2]}" if text.startswith("Class validation") else ""
-
-
-def _entries(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def entries(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key, value) for every value that is no container, at any depth. Values in a list have the list's key."""
     pairs = values.items() if isinstance(values, Mapping) else ((key, value) for value in values)
     for name, value in pairs:
         if isinstance(value, Mapping | list | tuple):
-            yield from _entries(value, str(name))
+            yield from entries(value, str(name))
         else:
             yield str(name), value
 
@@ -238,7 +200,7 @@ def context_of(config: Any) -> int | None:
 
 def _numbers(values: Any) -> Iterator[tuple[str, int | float]]:
     """Yield (key, number) for every number, at any depth. Numbers in a list have the list's key."""
-    for key, value in _entries(values):
+    for key, value in entries(values):
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value
 

@@ -15,6 +15,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job import arrow_sizes, read_json, table_process
 from flexengine.job.arrow_rows import TableRow, record_of, records_of
 from flexengine.job.inputs import InputFile, InputRows
+from flexengine.job.memory import row_memory
 from flexengine.job.read_tables import arrow_table
 from flexengine.job.resume import PendingRows
 from flexengine.job.rows import Request, encode

@@ -1,0 +1,50 @@
+"""Why transformers cannot build a model from its config. Imported when that has failed."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flexengine.errors import shown
+from flexengine.model.config import entries, stated_sizes
+from flexengine.model.files import AGAIN
+
+# What transformers calls kinds.
+_WORDS = {"int": "a whole number", "float": "a number with a point, such as 1.0", "str": "a string", "list": "a list"}
+_WORDS |= {"bool": "true or false", "NoneType": "null", "dict": "an object"}
+
+
+def config_fault(error: Exception, values: Mapping[str, Any]) -> str:
+    """Return why transformers cannot build a model. values: its config.
+
+    transformers looks names up in tables, and the text of their errors is only the name: the key that has it is added.
+    """
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if fault := _field_fault(text, values):
+        return f"config.json {fault}; correct it, or {AGAIN}"
+    name = text if isinstance(error, KeyError) else text.removeprefix("module 'torch' has no attribute ").strip("'")
+    if " " in name or not name:
+        return text or repr(error)
+    keys = [key for key, value in entries(values) if value in (name, f"torch.{name}")]
+    if keys:
+        return f"config.json sets {keys[0]} to {name!r}, which transformers does not know; correct it"
+    return f"config.json lacks {name!r}, or sets it to what transformers does not know ({type(error).__name__})"
+
+
+def _field_fault(text: str, values: Mapping[str, Any]) -> str:
+    """Return what is wrong with a field, by the text of an error of transformers; "" if the text names none."""
+    parts, sizes = [values, *(part for part in values.values() if isinstance(part, Mapping))], stated_sizes(values)
+    if field := re.match(r"Validation error for field '(\w+)'", text):
+        value = next((part[field[1]] for part in parts if field[1] in part), None)
+        kinds = dict.fromkeys(_WORDS.get(kind, kind) for kind in re.findall(r"' expected (\w+)", text))
+        return f"sets {field[1]} to {shown(value)}" + (f"; it must be {' or '.join(kinds)}" if kinds else "")
+    if "does not recognize this architecture" in text:
+        return f"sets model_type to {shown(values.get('model_type'))}, which the installed transformers does not know"
+    if "Padding_idx" in text:
+        pad = next((part["pad_token_id"] for part in parts if part.get("pad_token_id") is not None), None)
+        _, vocabulary = sizes.get("vocab_size", ("", "less"))
+        return f"sets pad_token_id to {pad}, but vocab_size to {vocabulary}; token ids must be below vocab_size"
+    if re.search("multiple|divisible", text) and {"hidden_size", "num_attention_heads"} <= sizes.keys():
+        (width, columns), (heads, number) = sizes["hidden_size"], sizes["num_attention_heads"]
+        if isinstance(columns, int) and isinstance(number, int) and number > 0 and columns % number:
+            return f"sets {width} to {columns} and {heads} to {number}; {width} must be a multiple of {heads}"
+    return f"contradicts itself: {text.rpartition('Error: ')[2]}" if text.startswith("Class validation") else ""
