@@ -53,7 +53,7 @@ def test_parse_size_refuses_nothing_at_all_and_more_than_any_machine_has(text: s
     [
         ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
         ({"max_tokens": True}, "max_tokens is True"),
-        ({"max_tokens": 2.0}, "max_tokens is 2.0"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5"),
         ({"temperature": -0.1}, r"temperature is -0.1; it must be 0 \(greedy\) or a positive number"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": float("nan")}, "temperature is nan"),
@@ -78,7 +78,7 @@ def test_sampling_accepts() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"])
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "4", None, 10**9 + 1])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", None, 10**9 + 1])
 def test_whole_numbers(name: str, value: Any) -> None:
     with pytest.raises(InvalidInput) as caught:
         Policy(**{name: value})

@@ -294,10 +294,10 @@ def _file(key: str) -> Path:
 def cached(key: str) -> Hardware | None:
     """Return the rates saved under this key; None if there are none, or the file is not valid."""
     try:
-        hardware = Hardware.load(_file(key))
+        hardware = Hardware.from_json(json.loads(_file(key).read_bytes()), "stored rates")
         mark_used(_file(key))
         return hardware
-    except (ValueError, TypeError, ArithmeticError, AttributeError):
+    except (OSError, ValueError, TypeError, ArithmeticError, AttributeError, RecursionError):
         return None
 
 

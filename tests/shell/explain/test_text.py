@@ -315,5 +315,5 @@ def test_plot_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         picture.plot(found, GPU, tmp_path / "a.jpg")
     for name in [n for n in sys.modules if n.startswith("matplotlib")] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(InvalidInput, match=r"pip install 'flexengine\[plot\]'"):
+    with pytest.raises(InvalidInput, match=r'pip install "flexengine\[plot\]"'):
         picture.plot(found, GPU, tmp_path / "a.png")
