@@ -49,7 +49,7 @@ class Piece:
 
 
 class Batch(NamedTuple):
-    """A gpu_batch."""
+    """A gpu_batch. A tier is named by its place; the home of data is its place between uses."""
 
     pieces: tuple[Piece, ...]  # tokens to compute, of sequences with KV cache on one tier
     cache_home: str  # tier of the KV cache

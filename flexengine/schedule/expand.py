@@ -81,7 +81,11 @@ class WholeCell:
         return Compute(op, cell, DEVICE, reads, writes, slot, cache, hidden, by_rows, step.layers)
 
     def load_cache(self, step: CellStep, buffer: int | None) -> Iterable[Copy]:
-        """Return the loads of a batch's cached KV of one layer, after the stores of KV that it reads in this sweep."""
+        """Return the loads of a batch's cached KV of one layer, after the stores of KV that it reads in this sweep.
+
+        Stores of later batches may overwrite the same pages, of a window. They need no edge: they follow their own
+        cell, which follows this one on the device's lane.
+        """
         batch, (_, layer, k) = self.batch(step), step.cell
         if buffer is None or not any(piece.start for piece in batch.pieces):
             return ()

@@ -42,7 +42,7 @@ class Ring:
     """Buffers 0 .. count - 1 of one kind, which cells take in turn.
 
     The load of a cell waits for the tasks of the last cell with the same buffer. So the count limits how far ahead KV
-    and hidden states are loaded.
+    and hidden states are loaded. Only cells whose data is off the device take a buffer. Turns go on from sweep to sweep.
 
     Args:
         kind: "c" for KV pages, "h" for hidden states.
@@ -78,7 +78,7 @@ class ProgramFrame:
     streamed: Sequence[tuple[str, ...]]
     layers: int  # number of units that are layers
     slots: int  # number of weight slots
-    routes: Routes  # lanes of the machine
+    routes: Routes  # lanes by tier, such as h2d and d2h for the host; all data of a tier shares them
     # Ascending numbers of the units whose resident weights the first sweep reads, once for each of a unit's reads
     arriving: Sequence[int] = ()
     demand: Demand = Demand()  # weights that are loaded by rows

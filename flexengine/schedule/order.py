@@ -1,7 +1,8 @@
 """The order of cells: what the device computes, one after the other.
 
-A sweep advances every live sequence by one token. Its cells are computed layer by layer, so that each layer's weights
-are needed once per sweep, however many gpu_batches there are (zig-zag, FlexGen section 4.2). The numbers are the order:
+A sweep computes the prompts of sequences that enter, and one token of every other live sequence of its cohort. Its
+cells are computed layer by layer, so that each layer's weights are needed once per sweep, however many gpu_batches
+there are (zig-zag, FlexGen section 4.2). The numbers are the order:
 
                 batch 0   batch 1   batch 2
     layer 0        1         2         3

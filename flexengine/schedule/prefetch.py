@@ -5,10 +5,12 @@ since the job began uses slot n % slots. Its load is emitted when two conditions
 
 - All cells of unit n - slots are emitted. Edges link a task to earlier tasks only, so a load must come after the last
   task that reads the previous content of its slot. So the number of slots bounds the depth: 1 means no overlap, 2
-  double buffering; 3 also hide a load that takes longer than others.
+  double buffering; 3 also hide a load that takes longer than others. Between disk and a GPU, the first leg of a load
+  waits only for its staging, so RAM holds up to `slots` units more.
 - Within a layer, the loads of KV and hidden states of its first min(slots, gpu_batches) cells are emitted. A lane runs
-  its tasks in order, and a weight load waits for its slot, so these loads must not queue behind it. Before the first
-  cell of a sweep and after the last one, the first condition alone holds.
+  its tasks in order, and a weight load waits for its slot, so these loads must not queue behind it; those
+  of later cells do. Cells whose data is on the device count, too. Before the first cell of a sweep and after the last
+  one, the first condition alone holds.
 
     two slots:   cells      00 01 02   10 11 12   20 21 22    (layer, gpu_batch)
                  loads    0 1             2          3        unit 2 takes the slot of unit 0 while 11 is prepared
@@ -31,8 +33,8 @@ class Prefetch:
     """Emits the loads of weights. Call `begin` before each sweep.
 
     Attributes:
-        emitted: number of units whose loads are emitted, since the job began.
-        passed: number of units whose cells are all emitted, since the job began.
+        emitted: number of streamed units whose loads are emitted, since the job began.
+        passed: number of streamed units whose cells are all emitted, since the job began; units pass in order.
     """
 
     def __init__(self, frame: ProgramFrame) -> None:

@@ -34,7 +34,8 @@ EXPANDERS = {
 
 
 class Program(ProgramFrame):
-    """Tasks of one sweep after the other. Weight loads run up to `slots` units ahead, also into the next sweep."""
+    """Tasks of one sweep after the other. `slots` units have their weights at once, with the unit that is computed; so
+    weight loads run slots - 1 units ahead, also into the next sweep."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

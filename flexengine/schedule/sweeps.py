@@ -130,7 +130,7 @@ class Sweeps:
     the stem is computed again later. Sequences of all cohorts share a stem, as every stage computes sweeps in order.
 
     Attributes:
-        pools: by tier, a pool for each group of layers that see equally many tokens.
+        pools: by tier, from near to far, a pool for each group of layers that see equally many tokens.
         cohorts: policies of the cohorts. Together their gpu_batches are those of the block.
         places: by cohort and tier, most sequences whose KV cache is there.
         waiting: sequences that have not entered, or that wait again, by rising id. So those that share a stem are

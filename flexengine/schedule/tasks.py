@@ -62,7 +62,7 @@ class Task:
 
     op: Op
     # `cell.batch` is NO_BATCH for weights. `cell.layer` is NO_LAYER for OPEN, and for rows of the embedding.
-    cell: Cell
+    cell: Cell  # of LOAD_WEIGHT, with the sweep that emits it: the next one may use it
     lane: str = ""  # lane that runs the task
     # reads, writes: names of resources
     reads: Resources = ()

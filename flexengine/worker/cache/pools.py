@@ -83,7 +83,8 @@ class Pages:
 
 
 class SequenceRecords(SequenceState):
-    """A record of fixed size for each sequence: a page that never fills. A sequence has the record of its source."""
+    """A record of fixed size for each sequence: a page that never fills. A sequence shares the record of its source, so
+    a record must not change after the first piece; a state that does needs a copy."""
 
     def __init__(self, tier: str, count: int) -> None:
         self._free = Pages(tier, count)
