@@ -102,10 +102,10 @@ def checked(rule: Allowed, name: str, value: Any) -> Any:
         if isinstance(value, rule.kinds) and (bool in rule.kinds or not isinstance(value, bool)) and not no_file:
             return value
     elif kind is int or kind is float:
-        value = as_whole(value) if kind is int else value
-        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
-        if is_number and (isinstance(value, kind) or abs(value) <= _LARGEST):  # a larger one is no float
-            return value if type(value) is kind else kind(value)
+        number = as_whole(value) if kind is int else value
+        is_number = isinstance(number, (int, kind)) and not isinstance(number, bool) and low <= number <= high
+        if is_number and (isinstance(number, kind) or abs(number) <= _LARGEST):  # a larger one is no float
+            return number if type(number) is kind else kind(number)
     elif kind is tuple and rule.item is not None:
         items = (value,) if isinstance(value, str) and rule.item.kinds == (str,) else value
         if isinstance(items, list | tuple) and low <= len(items) <= high:

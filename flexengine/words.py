@@ -23,7 +23,8 @@ _NAMES = {
 # Commands with their options stay as they are, as do the user's own texts: in quotes, and paths. An option may be
 # followed by its name in Python, or by a number.
 _WORDS = re.compile(
-    r"(?P<kept>(?:flexengine|gguf-split|pip) [a-z-]+(?: (?!or\b|and\b)[^\s;,()]+)*"
+    r"(?P<kept>[^\s(]*\bconfig\.json:? [^\n]*?(?=correct it)"  # values of JSON
+    r"|(?:flexengine|gguf-split|pip) [a-z-]+(?: (?!or\b|and\b)[^\s;,()]+)*"
     r"|(?<!\w)['\"\[{].{75} \.\.\."  # cut by `errors.shown`
     r"|(?<!\w)'(?:[^'\\]|\\.)*'(?!\w)"
     r'|"(?:[^"\\]|\\.)*"'

@@ -181,7 +181,7 @@ FILES = (
     Hostile("dictionary.arrow", 200, _arrow(lambda: _repeated(200, 40 * MB), "zstd")),
     Hostile("batch.arrow", 4, _arrow(lambda: {"prompt": ["x" * (200 * MB)] * 4}, "zstd")),
     Hostile("nulls.arrow", 1, _arrow(_list_of_nulls)),
-    Hostile("views.arrow", 200, _arrow(lambda: _views(200, 40 * MB))),
+    Hostile("views.arrow", 30, _arrow(lambda: _views(30, 40 * MB))),  # 1.2 GB of text
     Hostile("list_views.arrow", 300, _arrow(lambda: _list_views(300, 20 * MB))),
     Hostile("runs.arrow", 200, _arrow(_runs)),
     Hostile("beyond.arrow", None, _beyond),

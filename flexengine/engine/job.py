@@ -114,7 +114,7 @@ class Job:
             cost, kept = self.planner.cost(workload), self.core.resident == layout.policy
             predicted = cost.predict(layout, 0.0 if kept else 1.0)
             message(plan_line(cost, predicted), logging.DEBUG)
-            if first := first_line(cost, predicted):
+            if self.planner.alone and (first := first_line(cost, predicted)):
                 message(first)
 
     def _fitting(self, requests: Iterator[Request | Row], plan: Plan) -> Iterator[Request | Row]:

@@ -79,6 +79,7 @@ class Planner:
         self.policy = policy
         self.prefill_tokens: int | None = None
         self.block: int | None = None
+        self.alone = True  # whether the model is whole: what is predicted is the job's, not that of a stage
         self.rates = RateStore(machine, opened, hardware)
         self._searched: Search | None = None  # with attention workers, the search that chose the last policy
         allowed = choices(allow) if allow else ()
@@ -193,7 +194,7 @@ class Planner:
         """
         facts, rates, measure = self.opened.facts, self.rates, known is None
         known = known or rates.known()
-        options = replace(options or Options(), overlap=self.overlap)
+        options = replace(options or Options(), overlap=self.overlap, stores=self.alone)
         with activity("planning", "searching the policy with the shortest predicted time"):
             found = search(facts, known, workload, options)
             if not measure or found.best.seconds < MIN_QUICK_SECONDS:
@@ -267,8 +268,8 @@ class Planner:
         booked = layout.total(tier) + (layout.total(other) if in_ram else 0)
         lost = int(min(max(missing, SPARED * booked), MOST_SPARED * booked))
         aside = 0  # bytes for memory other than tensors
-        if in_ram and capacity.device is not None:
-            aside = capacity.device - max(planned(capacity).device or 0, booked)
+        if (in_ram or tier == "host") and (ram := capacity.ram) is not None:
+            aside = ram - max(planned(capacity).ram or 0, booked)
         self.machine.capacity = capacity.limited({tier: booked - lost + aside})
         policy = layout.policy
         half = max(1, min(policy.block_size, workload.count) // 2)

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from flexengine.job.foreign import OVERRIDES
 from flexengine.job.read_json import utf8_fault
 
 _NANOSECONDS = "time64[ns]"  # in the name of a type that is or has such times of day
@@ -19,7 +20,7 @@ class TableRow(NamedTuple):
     line: int  # line on which the row starts, from 1
     fields: dict[str, Any]  # cells by column, converted to values that JSON can hold
     fault: str | None = None  # why the row cannot be used; None if it can
-    numbers: Mapping[str, float] = {}  # NaN and infinities by column, which `fields` has as None
+    numbers: Mapping[str, Any] = {}  # cells that have infinities, by column; `fields` has these as None
 
 
 def records_of(batch: Any) -> Iterator[dict[str, Any]]:
@@ -82,22 +83,23 @@ def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) ->
             wrong = utf8_fault(value)
             fault = fault or (wrong if texts is not None else None)
             cells[name] = value if wrong else value.decode("utf-8")
-    numbers = {name: v for name, v in cells.items() if isinstance(v, float) and not math.isfinite(v)}
     fields = {name: _plain(v) for name, v in cells.items() if not isinstance(v, Exception)}
+    seen = (name for name in fields if name in OVERRIDES or isinstance(cells[name], float))
+    numbers = {name: value for name in seen if (value := _plain(cells[name], True)) != fields[name]}
     return TableRow(line, fields, fault, numbers)
 
 
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold. Infinity and NaN become None, dates and times ISO 8601 text, bytes base64, and
-    other types (decimals, durations, UUIDs) text."""
+def _plain(value: Any, infinite: bool = False) -> Any:
+    """Return a value that JSON can hold. NaN becomes None, and so do infinities unless `infinite` is true; dates and
+    times become ISO 8601 text, bytes base64, and other types (decimals, durations, UUIDs) text."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) or (infinite and not math.isnan(value)) else None
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_plain(v, infinite) for v in value]
     if isinstance(value, dict):
-        return {str(key): _plain(v) for key, v in value.items()}
+        return {str(key): _plain(v, infinite) for key, v in value.items()}
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, (datetime.date, datetime.time)):  # a datetime is a date

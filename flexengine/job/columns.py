@@ -13,7 +13,7 @@ import numpy as np
 
 from flexengine.activity import message
 from flexengine.config import Result, SamplingParams
-from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, is_missing, json_fault
+from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault
 from flexengine.job.arrow_rows import record_of, records_of
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import VARIABLES
@@ -163,8 +163,7 @@ def _cells(batch: Any, read: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _row(position: int, cells: dict[str, Any]) -> Row:
     record = record_of(0, {name: _python(cell) for name, cell in cells.items()}, ("prompt",))
-    own = {**record.fields, **{name: each for name, each in record.numbers.items() if not is_missing(each)}}
-    fields = {name: value for name, value in own.items() if value is not None}
+    fields = {name: value for name, value in {**record.fields, **record.numbers}.items() if value is not None}
     index = fields.pop(INDEX, position)
     if isinstance(index, float) and index.is_integer():
         index = int(index)

@@ -214,6 +214,7 @@ class InputFile:
                 unknown, it is compressed in a way that is not read, or the delimiter is not possible.
         """
         self.name, self.memory, self.taken = name, memory, 0
+        self._counted = 0  # end of the last row whose memory was counted
         self._copy: Any = None
         if name.is_dir():
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
@@ -235,10 +236,11 @@ class InputFile:
 
     def take_row(self, start: int, end: int, row: Row) -> int:
         """Count the memory of a row with the bytes from `start` to `end`. Return `end`."""
-        if (length := end - start) > _STEP:
+        if (length := end - start) > _STEP and end > self._counted:  # rows are read several times
             from flexengine.job.memory import row_memory  # few files have such rows
 
-            self.taken = max(self.taken, row_memory(length, row.fields))
+            texts = [text for name, text in row.request.items() if row.fields.get(name) is not text]
+            self.taken, self._counted = max(self.taken, row_memory(length, row.fields, texts)), end
         return end
 
     @contextmanager
@@ -346,7 +348,7 @@ def _delimiter_of(form: str, given: str | None) -> str:
         return own
     given = "\t" if given == "\\t" else given
     if not own or len(given) != 1 or given in '"\r\n':
-        other = "only .csv and .tsv files have one; give --input-format csv (input_format='csv' in Python)"
+        other = "only .csv and .tsv files have one; leave it out, or give their format: --input-format csv"
         must = "it must be one character, and no quote or line end" if own else other
         raise InvalidInput(f"--delimiter (delimiter in Python) is {given!r}; {must}")
     return given

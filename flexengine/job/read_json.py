@@ -120,8 +120,8 @@ def requested(row: Row, fields: dict[str, Any], rules: RowRules) -> Row:
 
 def _json_row(row: Row, raw: bytes, rules: RowRules) -> Row:
     try:
-        given = json_object(raw)
-        fields = json_object(raw, lambda _: None) if b"NaN" in raw or b"Infinity" in raw else given
+        given = json_object(raw, lambda text: None if text == "NaN" else float(text))
+        fields = json_object(raw) if b"Infinity" in raw else given
         row = Row(row.index, row.line, fields)
         if not is_batch_line(fields, (*PROMPT_KINDS, rules.column, *rules.columns)):
             row = requested(row, fields, rules)
@@ -302,9 +302,9 @@ def too_many(raw: bytes) -> str | None:
     return f"has over {MAX_VALUES:,} values" if count > MAX_VALUES else None
 
 
-def json_object(raw: bytes, constant: Callable[[str], Any] = float) -> dict[str, Any]:
+def json_object(raw: bytes, constant: Callable[[str], Any] = lambda _: None) -> dict[str, Any]:
     """Return the JSON object in a line. Raise InvalidInput if the line holds no object, or numbers beyond a float's
-    range. constant: return the value of NaN, Infinity and -Infinity, which Python and pandas write."""
+    range. constant: returns the value of NaN, Infinity and -Infinity, which Python and pandas write."""
     if fault := too_wide(raw) or utf8_fault(raw) or too_many(raw):
         raise InvalidInput(fault)
     try:

@@ -79,8 +79,8 @@ class RowRules:
 
 
 def with_numbers(request: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request whose options are those of `given`: with NaN and infinities, which `request` has as None. They
-    are refused as options, and null as data."""
+    """Return a request whose options are those of `given`: with infinities, which `request` has as None. They are
+    refused as options, and null as data."""
     return request | {name: given[name] for name in request.keys() & given.keys() & OPTIONS}
 
 

@@ -21,6 +21,7 @@ from flexengine.tier.machine import Machine
 MIN_CALLS = 3  # minimum number of timed calls, if the budget allows
 MAX_CALLS = 1000  # maximum number of timed calls
 DISTURBED = 0.25  # cores; other programs may use this much before a message says so
+SPOILED = 0.25  # share of the threads; rates that others disturbed by this much are measured again
 AGAIN = "so measure again when the machine is idle (flexengine measure MODEL --again)"
 NOTICED = 0.5  # seconds; shorter measurements are not checked, as CPU time is counted in 1/100 s
 T = TypeVar("T")
@@ -140,14 +141,14 @@ def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[Runn
 @contextmanager
 def noticing(remedy: str = AGAIN) -> Iterator[list[float]]:
     """Report after the block, with a remedy, if other programs used cores that this process needed. Yield a list, to
-    which the number of these cores is then added."""
+    which the number of these cores is then added if they are many (SPOILED)."""
     others, began, noticed = _others_seconds(), time.perf_counter(), list[float]()
     yield noticed
     if (seconds := time.perf_counter() - began) < NOTICED:
         return
-    cores = (_others_seconds() - others) / seconds
-    if cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + DISTURBED:
-        noticed.append(cores)
+    cores, threads = (_others_seconds() - others) / seconds, torch.get_num_threads()
+    if (missing := cores - (psutil.cpu_count() or 1) + threads) > DISTURBED:
+        noticed += [cores] if missing > SPOILED * threads else []
         message(
             f"other programs kept {cores:.1f} cores busy during the measurement; the measured rates may be too low,"
             f" {remedy}",

@@ -100,7 +100,7 @@ def parsed_config(
         counts = {name: getattr(text, name, None) for name in _COUNTS}
         size = size_of(config)
     except Exception as error:  # transformers raises errors of many types for bad configs
-        reason = resolve_name("flexengine.model.config_faults:config_fault")(error, raw)
+        reason = resolve_name("flexengine.model.config_faults:config_fault")(error, raw)  # it imports this module
         raise UnsupportedModel(f"{directory}: {reason}") from error
     for name, value in counts.items():
         if isinstance(value, int | float) and not value >= 1:
@@ -119,12 +119,13 @@ def check_limits(path: Path, values: Mapping[str, Any]) -> None:
 def _check_fields(path: Path, raw: Mapping[str, Any]) -> None:
     """Raise BadCheckpoint if a field of the config, or of its text_config, is of another kind or smaller than in any
     model. transformers raises errors without the name of the field for most of these."""
-    for key, (kinds, must) in _KINDS.items():
-        value = raw.get(key)
-        names = value if key == "architectures" and isinstance(value, list) else ()
-        if (key in raw and not isinstance(value, kinds)) or not all(isinstance(name, str) for name in names):
-            raise BadCheckpoint(f"{path}: {key} is {shown(value)}; it must be {must}: correct it, or {AGAIN}")
-    for part in (raw, raw.get("text_config") or {}):
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, Mapping) else {}):
+        for key, (kinds, must) in _KINDS.items():
+            value = part.get(key)
+            names = value if key == "architectures" and isinstance(value, list) else ()
+            if (key in part and not isinstance(value, kinds)) or not all(isinstance(name, str) for name in names):
+                raise BadCheckpoint(f"{path}: {key} is {shown(value)}; it must be {must}: correct it, or {AGAIN}")
         for name, (key, value) in stated_sizes(part).items():
             if isinstance(value, int | float) and value < _LEAST[name]:
                 must = f"it must be at least {_LEAST[name]}: correct it, or {AGAIN}"

@@ -34,16 +34,20 @@ def _field_fault(text: str, values: Mapping[str, Any]) -> str:
     """Return what is wrong with a field, by the text of an error of transformers; "" if the text names none."""
     parts, sizes = [values, *(part for part in values.values() if isinstance(part, Mapping))], stated_sizes(values)
     if field := re.match(r"Validation error for field '(\w+)'", text):
-        value = next((part[field[1]] for part in parts if field[1] in part), None)
-        kinds = dict.fromkeys(_WORDS.get(kind, kind) for kind in re.findall(r"' expected (\w+)", text))
-        return f"sets {field[1]} to {shown(value)}" + (f"; it must be {' or '.join(kinds)}" if kinds else "")
+        named = re.findall(r"' expected (\w+)", text)
+        kinds = dict.fromkeys(_WORDS.get(kind, kind) for kind in named)
+        stated = [value for key, value in entries(values) if key == field[1] and type(value).__name__ not in named]
+        what = f"sets {field[1]} to {shown(stated[0])}" if len(stated) == 1 else f"has a wrong {field[1]}"
+        return what + (f"; it must be {' or '.join(kinds)}" if kinds else "")
     if "does not recognize this architecture" in text:
         return f"sets model_type to {shown(values.get('model_type'))}, which the installed transformers does not know"
     if "Padding_idx" in text:
-        pad = next((part["pad_token_id"] for part in parts if part.get("pad_token_id") is not None), None)
-        _, vocabulary = sizes.get("vocab_size", ("", "less"))
-        return f"sets pad_token_id to {pad}, but vocab_size to {vocabulary}; token ids must be below vocab_size"
-    if re.search("multiple|divisible", text) and {"hidden_size", "num_attention_heads"} <= sizes.keys():
+        for part in parts:
+            pad, (_, vocabulary) = part.get("pad_token_id"), stated_sizes(part).get("vocab_size", ("", None))
+            if isinstance(pad, int) and isinstance(vocabulary, int) and pad >= vocabulary:
+                return f"sets pad_token_id to {pad}, but vocab_size to {vocabulary}; token ids must be below vocab_size"
+        return "has a pad_token_id that is not below vocab_size"
+    if re.search("multiple of|divisible by", text) and {"hidden_size", "num_attention_heads"} <= sizes.keys():
         (width, columns), (heads, number) = sizes["hidden_size"], sizes["num_attention_heads"]
         if isinstance(columns, int) and isinstance(number, int) and number > 0 and columns % number:
             return f"sets {width} to {columns} and {heads} to {number}; {width} must be a multiple of {heads}"

@@ -1,9 +1,10 @@
 """Seconds and bytes of a job before it runs: per lane, per sweep, as functions of model, machine, workload and policy.
 
 This is FlexGen's cost model (paper section 4.3, appendix A.2) with these changes. Sizes come from the model's config.
-With two slots, all transfers overlap compute; FlexGen's release adds the upload of weights. Activations of decode steps
-have one token. The disk's rate is measured at the size of the transfers. Sweeps are those of the real workload
-(`profile`), not n equal ones. Lanes that share cores slow each other (`Hardware.crosstalk`).
+With two slots, transfers overlap compute, but for pages that wait for prompts (`terms.waits_for_prompts`); FlexGen's
+release adds the upload of weights. Activations of decode steps have one token. The disk's rate is measured at the size
+of the transfers. Sweeps are those of the real workload (`profile`), not n equal ones. Lanes that share cores slow each
+other (`Hardware.crosstalk`).
 
 The seconds of a lane in a sweep are a sum of terms (`terms`, `compute`), linear in the fractions of weights, KV cache
 and hidden states on each tier. In the linear program the fractions are variables. A layout has rounded fractions. Both

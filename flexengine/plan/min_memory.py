@@ -23,8 +23,8 @@ Plan = TypeVar("Plan")
 
 
 def planned(capacity: Capacity) -> Capacity:
-    """Return the capacity that a plan should use. A part of RAM is left free, and more without a GPU, as only memory
-    that is not pinned has gaps."""
+    """Return the capacity that a plan should use. A part of RAM is left free, and more where RAM is the device, as
+    only memory that is not pinned has gaps."""
     if (ram := capacity.ram) is None:
         return capacity
     free = min(max(ram // 25 if capacity.shared else 0, OVERHEAD), ram // 4)

@@ -217,7 +217,7 @@ def _storing(tried: Candidates, best: Prediction) -> Prediction:
 
     A job that is killed loses the work on rows that have not ended.
     """
-    if best.total_seconds < MIN_LONG_SECONDS or best.at_stake <= MAX_AT_STAKE:
+    if not tried.options.stores or best.total_seconds < MIN_LONG_SECONDS or best.at_stake <= MAX_AT_STAKE:
         return best
     latency, seconds = tried.options.latency_limit or math.inf, MAX_LONGER * best.total_seconds
     often = [

@@ -194,9 +194,9 @@ def waits_for_prompts(
     """Yield, for each lane that loads to the device, a lower bound of a sweep in which some rows enter and others
     decode: seconds of the prompts, of the weights, and of the KV pages that are not loaded beside the prompts.
 
-    While a gpu_batch of prompts is computed, the lane loads the pages of as many other gpu_batches as there are
-    buffers, and waits then. A layer's weights are loaded before the pages of the layer before it. There is no such
-    bound if these buffers suffice for all gpu_batches.
+    While prompts are computed, the lane loads the pages of as many other gpu_batches as there are buffers, and waits
+    then. The next layer's weights are loaded beside few of this layer's pages. There is no such bound if the buffers
+    suffice for all gpu_batches. The linear program does not know it, as it takes all KV cache to be on the device.
 
     Args:
         work: seconds by lane and fraction.
@@ -211,8 +211,8 @@ def waits_for_prompts(
         seconds = seconds + apart * prompts.token_seconds + rates.stack(rest + joined) - rates.stack(rest)
         away += share if home != DEVICE and policy.attends(home) == DEVICE else 0.0
     ahead = num_buffers(policy.slots) / np.maximum(away * decoding, 1e-9)  # share of the gpu_batches
-    limits = (ahead < 1) & (prompting > 0)
-    factors = {WEIGHTS: limits, CACHE: limits * (1 - np.minimum(prompting * ahead, 1.0))}
+    limits = np.where((ahead < 1) & (prompting > 0), 1.0, 0.0)
+    factors = {WEIGHTS: limits, CACHE: limits * (1 - np.minimum(prompting, 1.0) * ahead)}
     for lane in last if limits.any() else ():
         yield Term(f"{lane} {BESIDE_PROMPTS}", "", "", limits * seconds)
         for name, by in work[lane].items():

@@ -42,7 +42,7 @@ class Ring:
     """Buffers 0 .. count - 1 of one kind, which cells take in turn.
 
     The load of a cell waits for the tasks of the last cell with the same buffer. So the count limits how far ahead KV
-    and hidden states are loaded. Only cells whose data is off the device take a buffer. Turns go on from sweep to sweep.
+    and hidden states are loaded. Only cells with data off the device take a buffer. Turns go on from sweep to sweep.
 
     Args:
         kind: "c" for KV pages, "h" for hidden states.

@@ -68,7 +68,7 @@ def test_nan_is_no_value(tmp_path: Path) -> None:
     assert encode(row, make_tokenizer(), 9, DEFAULTS).error.startswith("line 1: prompt is null or NaN, so missing;")
 
 
-@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("name", ["Infinity", "-Infinity"])
 def test_an_option_that_is_no_finite_number_is_an_error_row(tmp_path: Path, name: str) -> None:
     """Of each parameter that takes a number, alone or within it; also in batch lines, and of other programs."""
     fields = {name: value for name, value in vars(DEFAULTS).items() if type(value) in (int, float)}

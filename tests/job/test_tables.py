@@ -7,6 +7,7 @@ import json
 import pickle
 import resource
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -105,15 +106,27 @@ def test_values_that_json_has_not(tmp_path):
 
 def test_an_option_that_is_no_finite_number_is_an_error_row(tmp_path):
     pa = pytest.importorskip("pyarrow")
-    values = [float("nan"), float("inf"), float("-inf")]
+    values = [float("inf"), float("-inf"), float("nan")]
     path = arrow_file(tmp_path / "t.arrow", pa.table({"prompt": ["a"] * 3, "temperature": values}))
     for options in (True, False):
         rows = list(InputRows(path, row_options=options))
         assert [row.fields for row in rows] == [{"prompt": "a", "temperature": None}] * 3
         made = [encode(row, make_tokenizer(), 64, DEFAULTS) for row in rows]
-        assert [isinstance(each, Request) for each in made] == [not options] * 3
-        for value, each in zip(values, made if options else (), strict=False):
+        assert [isinstance(each, Request) for each in made] == [not options] * 2 + [True]  # NaN is no value
+        for value, each in zip(values[:2], made if options else (), strict=False):
             assert f"temperature is {value}; it must be 0 (greedy) or a positive number" in each.error
+
+
+@pytest.mark.parametrize(
+    ("option", "cell"),
+    [("logit_bias", {"5": float("inf")}), ("chat_template_kwargs", {"x": float("inf")}),
+     ("stop_token_ids", [float("inf")])],
+)  # fmt: skip
+def test_an_infinity_in_an_option_is_an_error_row(tmp_path, option, cell):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"prompt": ["a"], option: [cell]})
+    (row,) = InputRows(arrow_file(tmp_path / "t.arrow", table), row_options=True)
+    assert option in encode(row, make_tokenizer(), 64, DEFAULTS).error
 
 
 def test_cells_that_cannot_be_converted_cost_their_row_alone(tmp_path):
@@ -286,6 +299,21 @@ def test_memory_of_a_row_follows_its_size_and_its_values():
     assert row_memory(2**26, {"x": escapes}) < 2 * (2**26 + 2**27 + 5 * 2**20)
     row = {"x": [[] for _ in range(1000)]}
     assert row_memory(3000, row) - row_memory(3000, {"x": []}) > 2 * 1000 * (sys.getsizeof([]) + 8)
+
+
+@pytest.mark.parametrize("template", [None, "{a}\n{a}", "q {a} {a} {a}"])
+@pytest.mark.parametrize("cell", ["x", "\u00e9", "\U0001f600"])
+def test_reading_long_rows_takes_what_is_counted(tmp_path, template, cell):
+    """Two rows, as the next one is read while one is used; with the texts that a template makes of them."""
+    text = cell * (2**21 // len(cell.encode()))
+    line = json.dumps({"a": text, "prompt": ""} if template else {"prompt": text}, ensure_ascii=False)
+    path = written(tmp_path, f"{line}\n{line}\n".encode())
+    with InputRows(path, template=template) as rows:
+        tracemalloc.start()
+        assert [row.error for row in rows] == [None, None]
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak <= rows.reading < 4 * peak
 
 
 def test_memory_of_reading(tmp_path):

@@ -213,6 +213,8 @@ def load(directory: Path, checkpoint: str, blocks: Blocks, layers: slice = slice
     try:
         known = list(enumerate(msgspec.convert(content["layers"], list[_Stored | None])))[layers]
         found = tuple(None if about is None else _layer(tensors, number, about) for number, about in known)
+    except BadCheckpoint:
+        raise
     except (KeyError, ValueError) as error:
         raise _damaged(directory / ABOUT, f"is damaged: {error!r}") from error
     shapes = [None if layer is None else (layer.predictor.neurons, layer.predictor.width) for layer in found]

@@ -322,6 +322,7 @@ class PipelinePlanner(Planner):
         super().__init__(*args)
         self.driver, self.strategy = driver, strategy
         self.others: list[RemotePlan] = []
+        self.alone = False
 
     def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
         """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""

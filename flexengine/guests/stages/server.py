@@ -23,6 +23,7 @@ class StageServer:
 
     def __init__(self, engine: Session, group: PipelineGroup) -> None:
         self.engine, self.core, self.planner, self.group = engine, engine.core, engine.planner, group
+        self.planner.alone = False
         rank = group.rank
         self.before = ChannelPort(group.receive(rank - 1, HIDDENS))
         self.after = ChannelPort(group.send(rank + 1, HIDDENS)) if rank + 1 < group.size else None

@@ -171,12 +171,14 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.shell.explain.text import report
     from flexengine.shell.explain.whatif import ideas
 
-    with openers.open_rows(args) as rows, ExitStack() as stack:
+    with (
+        openers.open_rows(args) as rows,
+        distributed.pipeline(args) as group,
+        openers.open_engine(args, group=group) as engine,
+    ):
         if not rows.scan().total:
             say(f"nothing to plan: {rows.path} has no rows")
             return DONE
-        group = stack.enter_context(distributed.pipeline(args))
-        engine = stack.enter_context(openers.open_engine(args, group=group))
         refused = Refused()
         engine.reader.check_chat(rows.chat)
         check_rows(rows, params)

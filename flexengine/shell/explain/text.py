@@ -245,7 +245,9 @@ def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
     if prediction.policy.slots == 1 and share < 0.95:
         text += "; with one slot every lane waits for the others"
     elif share < 0.95:
-        text += "; lanes that slow each other take the rest"
+        waits = max(cost.slowed(by, prediction.policy).values()) < 0.95 * sweep
+        rest = "pages wait while prompts are computed" if waits else "lanes that slow each other take the rest"
+        text += f"; {rest}"
     return text
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from flexengine.config import Completion, Result
 from flexengine.engine.summary import JobCounts, Progress
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, check_library
 from flexengine.job.files import whole_file
 from flexengine.job.resume import JobStore
 from flexengine.plan.feedback import SweepMonitor
@@ -37,10 +37,7 @@ def check(path: str) -> None:
         raise InvalidInput(f"--report {path}: the directory {target.parent} does not exist; create it first")
     if not os.access(target.parent, os.W_OK):
         raise InvalidInput(f"--report {path}: {target.parent} is not writable; name another file")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise InvalidInput(f"--report needs matplotlib ({error}); pip install 'flexengine[report]'") from error
+    check_library("matplotlib.figure", "--report needs matplotlib", "report")
 
 
 class ReportRecorder:

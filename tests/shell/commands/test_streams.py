@@ -246,12 +246,17 @@ def test_output_that_is_lost_is_one_sentence(tmp_path: Path, printed: str, code:
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_a_delimiter_says_that_a_stream_is_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_delimiter_says_that_a_stream_is_csv(
+    families: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A header alone has no rows to plan, as `run` has none to run."""
     (table := tmp_path / "in.csv").write_text("prompt;id\n")
     with table.open() as file:
-        asked = [f"/dev/fd/{file.fileno()}", "--dry-run", "--model", str(tmp_path)]
-        assert run.main([*asked, "--delimiter", ";"]) == messages.DONE
+        asked = [f"/dev/fd/{file.fileno()}", "--dry-run", "--model", str(families("llama").directory)]
+        assert run.main([*asked, "--device", "cpu", "--delimiter", ";"]) == messages.DONE
         assert f"nothing to plan: {asked[0]} has no rows" in capsys.readouterr().err
         assert run.main([*asked, "--delimiter", ";", "--input-format", "jsonl"]) == messages.REFUSED
-    assert "only .csv and .tsv files have one; give --input-format csv" in capsys.readouterr().err
+    assert (
+        "only .csv and .tsv files have one; leave it out, or give their format: --input-format csv"
+        in capsys.readouterr().err
+    )
