@@ -181,7 +181,7 @@ def library_faults(what: str, kind: type[FlexError] = InvalidInput) -> Iterator[
     try:
         yield
     except BaseException as error:
-        if isinstance(error, FlexError) or not is_fault(error):
+        if isinstance(error, InvalidInput | kind) or not is_fault(error):
             raise
         raise kind(f"{what}: {type(error).__name__}: {error}") from error
 

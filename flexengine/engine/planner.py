@@ -268,8 +268,8 @@ class Planner:
         booked = layout.total(tier) + (layout.total(other) if in_ram else 0)
         lost = int(min(max(missing, SPARED * booked), MOST_SPARED * booked))
         aside = 0  # bytes for memory other than tensors
-        if (in_ram or tier == "host") and (ram := capacity.ram) is not None:
-            aside = ram - max(planned(capacity).ram or 0, booked)
+        if in_ram and capacity.device is not None:
+            aside = capacity.device - max(planned(capacity).device or 0, booked)
         self.machine.capacity = capacity.limited({tier: booked - lost + aside})
         policy = layout.policy
         half = max(1, min(policy.block_size, workload.count) // 2)

@@ -1,7 +1,7 @@
 """Why transformers cannot build a model from its config. Imported when that has failed."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexengine.errors import shown
@@ -36,7 +36,7 @@ def _field_fault(text: str, values: Mapping[str, Any]) -> str:
     if field := re.match(r"Validation error for field '(\w+)'", text):
         named = re.findall(r"' expected (\w+)", text)
         kinds = dict.fromkeys(_WORDS.get(kind, kind) for kind in named)
-        stated = [value for key, value in entries(values) if key == field[1] and type(value).__name__ not in named]
+        stated = [value for value in _stated(values, field[1]) if type(value).__name__ not in named]
         what = f"sets {field[1]} to {shown(stated[0])}" if len(stated) == 1 else f"has a wrong {field[1]}"
         return what + (f"; it must be {' or '.join(kinds)}" if kinds else "")
     if "does not recognize this architecture" in text:
@@ -52,3 +52,11 @@ def _field_fault(text: str, values: Mapping[str, Any]) -> str:
         if isinstance(columns, int) and isinstance(number, int) and number > 0 and columns % number:
             return f"sets {width} to {columns} and {heads} to {number}; {width} must be a multiple of {heads}"
     return f"contradicts itself: {text.rpartition('Error: ')[2]}" if text.startswith("Class validation") else ""
+
+
+def _stated(values: Any, key: str) -> Iterator[Any]:
+    """Yield the values of a key, at any depth."""
+    if isinstance(values, Mapping) and key in values:
+        yield values[key]
+    for part in values.values() if isinstance(values, Mapping) else ():
+        yield from _stated(part, key)

@@ -169,17 +169,18 @@ def test_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing.psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with listening() as heard:
-        for cores in (2.0, 2.5):
+        for cores, many in ((2.0, []), (2.4, []), (2.6, [2.6])):
             with timing.noticing() as noticed:
                 clock[0] += 10
                 used[0] += 10 * cores
-            assert noticed == ([] if cores == 2 else [2.5])
-        (said,) = heard.messages
-        assert "2.5 cores" in said
+            assert noticed == pytest.approx(many)
+        assert [said[:36] for said in heard.messages] == [
+            f"other programs kept {n} cores busy dur"[:36] for n in (2.4, 2.6)
+        ]
         with timing.noticing():  # one tick of the processor's clock is not ten busy cores
             clock[0] += 0.001
             used[0] += 0.01
-        assert len(heard) == 1
+        assert len(heard) == 2
 
 
 def test_room(at: Callable[..., Machine]) -> None:

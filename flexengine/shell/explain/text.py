@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ SCHEDULES = {
     "diagonal": "one gpu_batch enters per sweep",
     "continuous": "a sequence enters as soon as another ends",
 }
+LINE = 110  # characters of a line with several shares
 MAX_FRONTIER_LINES = 20
 
 
@@ -126,7 +128,8 @@ def placement(model: ModelFacts, workload: Workload, prediction: Prediction, sha
         if kind == "weights" and DISK in named:
             named[DISK] += " (in the checkpoint's files)"
         where = ", ".join(named.values())
-        lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
+        bar = f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  "
+        lines += wrap(bar + where, LINE, subsequent_indent=" " * len(bar), break_on_hyphens=False)
     used = [p for p in places if not shared or p != "host" or prediction.fractions.get("weights@host", 0.0) > 0]
     return ["Placement   " + "  ".join(f"{PLACE_MARKS[p] * 3} {place_name(p, shared)}" for p in used), *lines]
 
@@ -224,11 +227,12 @@ def bottleneck(model: ModelFacts, hardware: Hardware, workload: Workload, predic
     total = sum(spent.values()) or 1.0
     order = sorted((kind for kind in spent if spent[kind] > 0), key=lambda kind: -spent[kind])
     cost = Cost(model, hardware, workload)
-    return [
-        f"{'' if k else 'Bottleneck':<12}{kind} ({percent(spent[kind] / total)} of the job)"
-        f" {_waits(cost, prediction, kind)}"
-        for k, kind in enumerate(order)
-    ]
+    lines = []
+    for k, kind in enumerate(order):
+        line = f"{kind} ({percent(spent[kind] / total)} of the job) {_waits(cost, prediction, kind)}"
+        first = f"{'' if k else 'Bottleneck':<12}"
+        lines += wrap(line, LINE, initial_indent=first, subsequent_indent=" " * 12, break_on_hyphens=False)
+    return lines
 
 
 def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
@@ -245,8 +249,8 @@ def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
     if prediction.policy.slots == 1 and share < 0.95:
         text += "; with one slot every lane waits for the others"
     elif share < 0.95:
-        waits = max(cost.slowed(by, prediction.policy).values()) < 0.95 * sweep
-        rest = "pages wait while prompts are computed" if waits else "lanes that slow each other take the rest"
+        alone = kind == "decode" or max(cost.slowed(by, prediction.policy).values()) >= 0.95 * sweep
+        rest = "lanes that slow each other take the rest" if alone else "pages wait while prompts are computed"
         text += f"; {rest}"
     return text
 

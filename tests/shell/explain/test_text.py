@@ -104,7 +104,9 @@ def test_lanes_and_what_the_job_waits_for() -> None:
         assert float(row[2]) == pytest.approx(found.sweep_seconds[kind], rel=0.01)
         assert float(row[3]) == pytest.approx(streamed / 1e9, rel=0.01)  # the only lane besides computing
     assert "decode (" in text
-    assert "waits for the link from host to device: busy 100 % of a sweep, carrying weights 100 %" in text
+    assert "waits for the link from host to device: busy 100 % of a sweep, carrying weights 100 %" in " ".join(
+        text.split()
+    )
     assert f"{formatting.digits((9 * 16 + 3 * 8) / found.seconds)} tok/s" in text
     assert len(text.splitlines()) <= 40
     assert all(len(line) <= 130 and line == line.rstrip() for line in text.splitlines())
