@@ -121,7 +121,9 @@ class InputRows(AbstractContextManager["InputRows"]):
         with self._source.open(digest) as file:
             at = 0
             for row in islice(self._read(file), self._limit):
-                at = self._source.take_row(at, file.tell(), row)
+                if (end := file.tell()) - at > _STEP:
+                    self._source.take_row(at, end, row)
+                at = end
                 marked = (self.chat or self.rules.score) and not row.is_batch
                 yield replace(row, chat=self.chat, scored=self.rules.score) if marked else row
             while digest is not None and file.read(_STEP):
@@ -234,14 +236,13 @@ class InputFile:
         if self._copy is not None:
             self._copy.close()
 
-    def take_row(self, start: int, end: int, row: Row) -> int:
-        """Count the memory of a row with the bytes from `start` to `end`. Return `end`."""
-        if (length := end - start) > _STEP and end > self._counted:  # rows are read several times
+    def take_row(self, start: int, end: int, row: Row) -> None:
+        """Count the memory of a row of over _STEP bytes, from `start` to `end`."""
+        if end > self._counted:  # rows are read several times
             from flexengine.job.memory import row_memory  # few files have such rows
 
             texts = [text for name, text in row.request.items() if row.fields.get(name) is not text]
-            self.taken, self._counted = max(self.taken, row_memory(length, row.fields, texts)), end
-        return end
+            self.taken, self._counted = max(self.taken, row_memory(end - start, row.fields, texts)), end
 
     @contextmanager
     def open(self, digest: Any = None) -> Iterator[BinaryIO]:

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TypeVar
@@ -16,23 +17,17 @@ from flexengine.plan.sizes import ALIGN
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 
-OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads, and for the next job's policy search;
-# measured: 45 to 60 MB on a CPU, of which a search takes 27 to 47 MB
+OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads; measured: 45 to 60 MB
 SHORTEST = Workload({(1, 1): 1})
 Plan = TypeVar("Plan")
 
 
 def planned(capacity: Capacity) -> Capacity:
-    """Return the capacity that a plan should use. A part of RAM is left free, and more where RAM is the device, as
-    only memory that is not pinned has gaps."""
-    if (ram := capacity.ram) is None:
+    """Return the capacity that a plan should use. Without a GPU, a part of RAM is left free."""
+    if not capacity.shared or capacity.device is None:
         return capacity
-    free = min(max(ram // 25 if capacity.shared else 0, OVERHEAD), ram // 4)
-    return capacity.limited({_ram_tier(capacity): ram - free})
-
-
-def _ram_tier(capacity: Capacity) -> str:
-    return "device" if capacity.shared else "host"
+    free = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
+    return replace(capacity, device=capacity.device - free)
 
 
 def has_room(layout: Layout, capacity: Capacity) -> bool:
@@ -68,9 +63,9 @@ def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Worklo
     roomy = planned(capacity)
     if any(laid_out(model, policy, workload, roomy) for policy in policies):
         return roomy
-    least = _least(model, policies, workload, capacity, _ram_tier(capacity))
-    if least is not None and least <= (capacity.ram or 0):
-        return capacity.limited({_ram_tier(capacity): least})
+    least = _least(model, policies, workload, capacity, "device")
+    if capacity.shared and least is not None and least <= (capacity.device or 0):
+        return replace(capacity, device=least)
     raise _too_little(model, policies, workload, capacity)
 
 

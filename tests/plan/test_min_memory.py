@@ -113,16 +113,14 @@ def test_search_and_check_say_the_same(kind: str) -> None:
     assert best.layout.total("device") + (best.layout.total("host") if kind == "cpu" else 0) <= least
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_the_reserve_is_used_only_as_far_as_needed(tier: str) -> None:
+def test_the_reserve_is_used_only_as_far_as_needed() -> None:
     """A process keeps some of its RAM as long as the job fits beside that; then as much of it as is left."""
-    free = Capacity(None, None, 1 << 40, shared=tier == "device", staged=tier == "host")
-    policies, work = smallest(128, free), replace(WORK, reading=MIB)
-    least = refused(MODEL, work, free.limited({tier: 4096})).least[tier]
+    policies = smallest(128, Capacity(None, None, 1 << 40, shared=True, staged=False))
+    least = refused(MODEL, WORK, Capacity(4096, None, 1 << 40, shared=True, staged=False)).least["device"]
     for given in (least, least + least // 10, 4 * least, 1 << 34):
-        capacity = free.limited({tier: given})
-        room = capacity_for(MODEL, policies, work, capacity).ram
-        assert room == max(least, planned(capacity).ram or 0)
+        capacity = Capacity(given, None, 1 << 40, shared=True, staged=False)
+        room = capacity_for(MODEL, policies, WORK, capacity).device
+        assert room == max(least, planned(capacity).device or 0)
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -170,13 +168,13 @@ def test_a_shortage_that_two_tiers_share() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_reading_rows_takes_ram(shared: bool) -> None:
-    """The least RAM is larger by what reading takes, and the message says so; a GPU's memory holds no rows."""
-    read, tier = replace(WORK, reading=300 * MIB), "device" if shared else "host"
-    capacity = Capacity(4096 if shared else None, None if shared else 4096, 2**40, shared, not shared)
+def test_reading_rows_takes_memory_of_a_cpu(shared: bool) -> None:
+    """The least memory is larger by what reading takes, and the message says so; a GPU's memory holds no rows."""
+    read, capacity = (
+        replace(WORK, reading=300 * MIB),
+        Capacity(4096, None if shared else 2**30, 2**40, shared, not shared),
+    )
     plain, more = refused(MODEL, WORK, capacity), refused(MODEL, read, capacity)
-    assert more.least[tier] - plain.least[tier] == 300 * MIB
-    assert "rows being read 315 MB" in str(more)
-    enough = replace(capacity, device=4096, host=None if shared else 2**30)
-    assert shared or refused(MODEL, read, enough).least == refused(MODEL, WORK, enough).least
+    assert more.least["device"] - plain.least["device"] == (300 * MIB if shared else 0)
+    assert ("rows being read 315 MB" in str(more)) == shared
     assert read.up_to(100).reading == 300 * MIB

@@ -10,6 +10,7 @@ import pytest
 from flexengine.shell.commands.interrupts import Interrupted, Interrupts
 
 
+@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_results_and_gives_the_code_of_shells(number: signal.Signals, code: int) -> None:
     saved = list[str]()
