@@ -168,13 +168,13 @@ def test_a_shortage_that_two_tiers_share() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_reading_rows_takes_memory_of_a_cpu(shared: bool) -> None:
-    """The least memory is larger by what reading takes, and the message says so; a GPU's memory holds no rows."""
-    read, capacity = (
-        replace(WORK, reading=300 * MIB),
-        Capacity(4096, None if shared else 2**30, 2**40, shared, not shared),
-    )
+def test_reading_rows_takes_ram(shared: bool) -> None:
+    """The least RAM is larger by what reading takes, and the message says so; a GPU's memory holds no rows."""
+    read, tier = replace(WORK, reading=300 * MIB), "device" if shared else "host"
+    capacity = Capacity(4096 if shared else None, None if shared else 4096, 2**40, shared, not shared)
     plain, more = refused(MODEL, WORK, capacity), refused(MODEL, read, capacity)
-    assert more.least["device"] - plain.least["device"] == (300 * MIB if shared else 0)
-    assert ("rows being read 315 MB" in str(more)) == shared
+    assert more.least[tier] - plain.least[tier] == 300 * MIB
+    assert "rows being read 315 MB" in str(more)
+    enough = replace(capacity, device=4096, host=None if shared else 2**30)
+    assert shared or refused(MODEL, read, enough).least == refused(MODEL, WORK, enough).least
     assert read.up_to(100).reading == 300 * MIB
