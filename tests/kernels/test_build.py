@@ -52,6 +52,7 @@ def test_nothing_is_built_for_a_model_that_is_not_there(monkeypatch: pytest.Monk
         Engine(str(tmp_path / "none"), device="cpu")
 
 
+@pytest.mark.slow
 def test_the_openmp_library_is_that_of_torch() -> None:
     """Others may be loaded before or after it: scikit-learn has one of its own."""
     pytest.importorskip("sklearn")
