@@ -10,7 +10,7 @@ import re
 import tempfile
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -22,6 +22,7 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.bounds import most_characters
 from flexengine.job.chats import chat_fault
+from flexengine.job.row_fields import meant_field, misspelt
 from flexengine.job.rows import Request, Row, encode, row_of
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import check_edits
@@ -213,6 +214,7 @@ class PromptReader:
         self.shares, self.vocabulary = shares, skeleton.head[1][0]
         self._checked: Any = None  # texts of the last row that were looked up: most jobs have the same for all rows
         self._unused = set[str]()  # variables of chat templates that were reported as unused
+        self._misspelt = set[str]()  # names of fields that were reported
         self.unscored = skeleton.head_module.step.fault  # why this model cannot score; None if it can
 
     def check(self, params: SamplingParams) -> None:
@@ -235,6 +237,8 @@ class PromptReader:
         replace `params`."""
         for i, prompt in enumerate(prompts):
             row = row_of(prompt, i)
+            if isinstance(prompt, Mapping):  # fields of files were reported when they were opened
+                self._report_misspelt(row)
             defaults = params if isinstance(params, SamplingParams) else params[i]
             scored = row.is_scored and row.error is None
             if scored and self.unscored:
@@ -256,6 +260,13 @@ class PromptReader:
                 yield row.refused(str(error))
             except RecursionError:
                 yield row.refused("a field is nested too deeply")
+
+    def _report_misspelt(self, row: Row) -> None:
+        """Report fields that are not read and resemble one that is, once each."""
+        names = [name for name in row.fields if isinstance(name, str) and name not in self._misspelt]
+        if meant := {name: ours for name in names if (ours := meant_field(name, row.prompt is not None))}:
+            self._misspelt.update(meant)
+            message(misspelt(meant), logging.WARNING)
 
     def _report_unused(self, variables: Iterable[str]) -> None:
         """Report variables that no chat template of the model has, once each: transformers ignores them silently."""

@@ -13,13 +13,14 @@ import numpy as np
 
 from flexengine.activity import message
 from flexengine.config import Result, SamplingParams
-from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault
-from flexengine.job.arrow_rows import record_of, records_of
+from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault, shown
+from flexengine.job.arrow_rows import TableRow, record_of, records_of
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import VARIABLES
 from flexengine.job.results import finite
-from flexengine.job.row_fields import OPTIONS, kept_name, listed
+from flexengine.job.row_fields import OPTIONS, data_columns, kept_name, listed, meant_field, misspelt
 from flexengine.job.rows import PROMPT_KINDS, Row
+from flexengine.records import as_whole
 
 INDEX = "index"
 OBJECTS = ("logit_bias", VARIABLES)  # sampling fields that may be JSON text
@@ -43,13 +44,16 @@ def answered(batch: Any, params: SamplingParams, generate: Generate, row_options
     if not table:
         _check_columns(batch)
     names = batch.column_names if table else list(batch)
-    if not row_options and (data := sorted(OPTIONS.intersection(names))):
-        _say(f"data, not options of their rows, are the columns {listed(data)}; row_options=True makes them options")
+    texts = list(map(str, names))
+    if not row_options and (data := data_columns(texts)):
+        _say(data)
+    if row_options and (meant := {name: ours for name in texts if (ours := meant_field(name))}):
+        _say(misspelt(meant))
     rows = rows_of(batch, (*READ, *OPTIONS) if row_options else READ)
     added = result_columns(results_of(rows, generate), json_columns(names if row_options else [], params))
-    kept = {name: kept_name(name, names, added) for name in names}
+    kept = {name: kept_name(name, added) for name in names}
     if renamed := {name: new for name, new in kept.items() if new != name}:
-        _say(f"results have the columns {listed(renamed)}, so those of the batch are now {listed(renamed.values())}")
+        _say(f"{listed(renamed)} of the batch are returned as {listed(renamed.values())}, beside the results")
         batch = batch.rename_columns(list(kept.values())) if table else {kept[n]: batch[n] for n in names}
     if not table:
         # Ray would pickle the arrays in cells, or convert them to tensors.
@@ -82,9 +86,15 @@ def rows_of(batch: Any, read: Sequence[str] = (*READ, *OPTIONS)) -> list[Row]:
     """Return the rows of a batch, with the fields `read`. Rows that cannot be run have an error.
 
     A row's index is its cell in column `index`, or its position in the batch if there is no column or the cell is null.
-    Whole numbers may be floats, as numpy stores whole numbers with gaps.
+    Whole numbers may be floats, as numpy stores whole numbers with gaps. A column with other values is data.
     """
-    return [_row(position, cells) for position, cells in enumerate(_cells(batch, read))]
+    cells = ({name: _python(cell) for name, cell in row.items()} for row in _cells(batch, read))
+    records = [record_of(0, each, ("prompt",)) for each in cells]
+    given = [as_whole(record.fields.pop(INDEX, None)) for record in records]
+    if others := [each for each in given if each is not None and type(each) is not int]:
+        _say(f"column {INDEX} is data, as it holds {shown(others[0])}; rows are numbered by their places in a batch")
+    known = [place if others or index is None else index for place, index in enumerate(given)]
+    return list(map(_row, known, records))
 
 
 def results_of(rows: list[Row], generate: Generate) -> list[Result]:
@@ -161,15 +171,9 @@ def _cells(batch: Any, read: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from records_of(part)
 
 
-def _row(position: int, cells: dict[str, Any]) -> Row:
-    record = record_of(0, {name: _python(cell) for name, cell in cells.items()}, ("prompt",))
-    fields = {name: value for name, value in {**record.fields, **record.numbers}.items() if value is not None}
-    index = fields.pop(INDEX, position)
-    if isinstance(index, float) and index.is_integer():
-        index = int(index)
-    if isinstance(index, bool) or not isinstance(index, int):
-        return Row(position, 0, fields).refused(f"{INDEX} is {str(index)[:50]!r}; it must be a whole number")
-    row = Row(index, 0, fields)
+def _row(index: int, record: TableRow) -> Row:
+    given = {**record.fields, **record.numbers}
+    row = Row(index, 0, fields := {name: value for name, value in given.items() if value is not None and name != INDEX})
     if record.fault is not None:
         return row.refused(record.fault)
     texts = ("messages", TOOLS) if fields.get("messages") is not None else ()

@@ -47,7 +47,7 @@ _NEUTRAL = {
 _NEUTRALS = {name: json.loads(value) for value, names in _NEUTRAL.items() for name in names.split()}
 _OF_CHATS = ("documents", "functions", "images", "reasoning", "thinking", "verbosity", "videos")  # else data
 _TEMPLATE = {"enable_thinking", "reasoning_effort", "thinking_budget", "chat_template", *_OF_CHATS} - _NEUTRALS.keys()
-_NAMES_HERE = {name: ours for ours, names in _RENAMED.items() for name in names.split()}
+NAMES_HERE = {name: ours for ours, names in _RENAMED.items() for name in names.split()}
 # Kinds of values of fields whose names are likely in data; other values are data.
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("reasoning", "json_schema"), (dict,)),
@@ -56,7 +56,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("stream", "echo"), (bool,)),
     "thinking": (bool, dict),
 }
-FOREIGN = frozenset({"do_sample", "best_of", *_NAMES_HERE, *_NEUTRALS, *_TEMPLATE})  # all of these fields
+FOREIGN = frozenset({"do_sample", "best_of", *NAMES_HERE, *_NEUTRALS, *_TEMPLATE})  # all of these fields
 _SCHEMAS = ("guided_json", "json_schema", "structured_outputs")  # {} is a schema
 _AS_DATA = "or rename the field if it holds data"
 
@@ -77,7 +77,7 @@ def _is_data(name: str, value: Any, request: Mapping[str, Any], chat: bool) -> b
     """Return whether a field of FOREIGN is data: beside the field that it stands for, or by its kind."""
     kinds = _KINDS.get(name, (object,))
     named = bool in kinds and isinstance(value, str) and value.lower() in ("true", "false")  # a cell of a CSV file
-    renamed = request.get(_NAMES_HERE.get(name, "")) is not None
+    renamed = request.get(NAMES_HERE.get(name, "")) is not None
     return renamed or (name in _OF_CHATS and not chat) or not (named or isinstance(value, kinds))
 
 
@@ -87,7 +87,7 @@ def _asks(name: str, value: Any, sampling: SamplingParams) -> bool:
         return False
     if name == "do_sample":
         return not _equal(value, sampling.temperature != 0)
-    ours = "n" if name == "best_of" else _NAMES_HERE.get(name)
+    ours = "n" if name == "best_of" else NAMES_HERE.get(name)
     if ours is None:
         return not _equal(value, _NEUTRALS.get(name))
     if ours == "seed" and sampling.temperature == 0:  # greedy: any seed gives the same text
@@ -98,8 +98,8 @@ def _asks(name: str, value: Any, sampling: SamplingParams) -> bool:
 
 def remedy(name: str) -> str:
     """Return what to do about a field of FOREIGN."""
-    if name in _NAMES_HERE:
-        return f"the field is named {_NAMES_HERE[name]} here: rename it (beside {_NAMES_HERE[name]} it is data)"
+    if name in NAMES_HERE:
+        return f"the field is named {NAMES_HERE[name]} here: rename it (beside {NAMES_HERE[name]} it is data)"
     if name in _TEMPLATE:
         known = f'{{"{name}": ...}}' if name != "chat_template" else "the model's own template"
         return f"a chat template gets variables by chat_template_kwargs: move it there ({known}), {_AS_DATA}"

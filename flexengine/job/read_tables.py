@@ -19,7 +19,7 @@ from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line
 from flexengine.job.csv_records import csv_records
 from flexengine.job.inputs import FORMATS, InputFile, ReadRows
-from flexengine.job.row_fields import RowRules, kept_name, unknown_column, with_numbers
+from flexengine.job.row_fields import KEPT, RowRules, unknown_column, with_numbers
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.table_process import table_rows
 
@@ -30,6 +30,14 @@ _SAMPLE = 100  # rows in which the column with the longest text is searched
 _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 FURTHER = "further_cells"  # field with the cells of a row that has more than the header
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
+_BEGINNING = 1000  # characters of a cell by which it is text or not
+_WORD = re.compile(r"[^\w/@]*([가-힣]|[^\W\d_]{2,})(['’-][^\W\d_]+)*[^\w/@]*")
+_NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]{2}")
+_OF_DATES = re.compile(
+    r"((mon|tue(s)?|wed(nes)?|thu(rs)?|fri|sat(ur)?|sun)(day)?|jan(uary)?|feb(ruary)?|mar(ch)?|apr(il)?|may|june?|july?"
+    r"|aug(ust)?|sept?(ember)?|(octo?|nov(em)?|dec(em)?)(ber)?|[ap]m|utc|gmt|ces?t|[ecmp][sd]t)\W*",
+    re.IGNORECASE,
+)
 
 
 def _kinds(hint: Any) -> frozenset[Any]:
@@ -46,7 +54,8 @@ def check_columns(
     """Raise InvalidInput if two columns share a name, none of the columns `wanted` exists, or one of the template does
     not. rows: those of the table, whose first are read for a proposal."""
     if double := sorted(name for name, count in Counter(columns).items() if count > 1):
-        raise InvalidInput(f"input {source.name} has several columns named {double}; rename them")
+        named = f"named {double}; rename them" if double != [""] else "without a name; name them"
+        raise InvalidInput(f"input {source.name} has several columns {named}")
     if absent := [name for name in rules.columns if name not in columns]:
         seems = other_separator(columns, source.form, _AS_TSV)
         raise InvalidInput(f"input {source.name}: {unknown_column(absent[0], columns)}{seems and f': {seems}'}")
@@ -63,13 +72,20 @@ def check_columns(
 
 
 def longest_text(columns: Sequence[str], rows: Iterable[TableRow]) -> str | None:
-    """Return the column whose cells have the longest texts, of several words; None if no column has such texts."""
+    """Return the column whose cells have the longest texts; None if no column has such texts."""
     sizes = Counter[str]()
     for row in rows:
         for name in columns:
-            if isinstance(cell := row.fields.get(name), str) and len(cell.split()) > 1:
+            if isinstance(cell := row.fields.get(name), str) and _is_text(cell):
                 sizes[name] += len(cell)
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _is_text(cell: str) -> bool:
+    """Return whether a cell has several words, no date, number, identifier or address. In Chinese, Japanese, Thai, Lao,
+    Burmese and Khmer, which write no spaces, two letters are words."""
+    parts = [part for part in cell[:_BEGINNING].split() if "://" not in part and not _OF_DATES.fullmatch(part)]
+    return any(map(_NO_SPACES.search, parts)) or sum(_WORD.fullmatch(part) is not None for part in parts) > 1
 
 
 def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .tsv") -> str:
@@ -122,7 +138,8 @@ def open_table(source: InputFile, rules: RowRules) -> ReadRows:
 
 def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[TableRow]]:
     """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated. Raise
-    InvalidInput if the file has no header."""
+    InvalidInput if the file has no header. Several columns without a name at the end, as Excel writes them (;;), are
+    none: their empty cells are left out, and a row with other cells there has more cells than the header."""
     found = csv_records(file, source.delimiter, read_json.MAX_LINE_BYTES)
     records = ((line, cells, fault and fault.replace(_AS_UTF8, _OF_EXCEL)) for line, cells, fault in found)
     line, columns, fault = next(records, (0, [], "it is empty"))
@@ -132,13 +149,22 @@ def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[Ta
         fault = f"line {line} {fault}" if line else fault
         raise InvalidInput(f"input {source.name} has no header line that names the columns: {fault}")
 
+    unnamed = columns.count("") > 1 and not columns[-1]
+    while unnamed and columns and not columns[-1]:
+        columns.pop()
+    further_name = FURTHER
+    while further_name in columns:
+        further_name = KEPT + further_name
+
     def named() -> Iterator[TableRow]:
         for line, cells, fault in records:
+            if unnamed and not any(cells[len(columns) :]):
+                del cells[len(columns) :]
             fields: dict[str, Any] = dict(zip(columns, cells, strict=False))
             if fault is None and len(cells) != len(columns):
                 fault = f"has {len(cells)} cells, but the header has {len(columns)}"
                 if further := cells[len(columns) :]:
-                    fields[kept_name(FURTHER, columns, columns)] = further
+                    fields[further_name] = further
             yield TableRow(line, fields, fault)
 
     return columns, named()

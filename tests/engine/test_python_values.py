@@ -103,6 +103,20 @@ def test_fields_without_a_value_are_left_out() -> None:
     assert row_of({"prompt": "a", **{f"x{i}": each for i, each in enumerate(missing)}}, 0).fields == {"prompt": "a"}
 
 
+def test_a_misspelt_field_is_named_once(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Fields named like options set them, as in rows of JSON lines."""
+    with caplog.at_level(logging.WARNING, "flexengine"):
+        for _ in range(2):
+            given = {"prompt": "One two", "max_token": 1, "top-p": 0.5, "max_tokens": 2, "ignore_eos": True, "topic": 1}
+            assert tokens(engine.generate([given, given])) == [engine.expected[0]] * 2
+        assert engine.generate([{"promt": "One two"}])[0].error is not None
+    said = [record.message for record in caplog.records if "did you mean" in record.message]
+    assert said == [
+        "fields max_token and top-p are data; did you mean max_tokens and top_p?",
+        "field promt is data; did you mean prompt?",
+    ]
+
+
 def test_a_column_is_a_list(engine: Any) -> None:
     for given in (FRAME["text"], np.array(TEXTS), (text for text in TEXTS)):
         assert tokens(engine.generate(given, SHORT)) == engine.expected
@@ -206,7 +220,7 @@ def test_messages_name_arguments_and_none(
     messages = list[str]()
     monkeypatch.setattr(engine, "listener", lambda record: messages.append(record.text))
     engine.run_job(table, tmp_path / "table.jsonl", SHORT)
-    assert "; row_options=True makes such columns options" in " ".join(messages)
+    assert "; with row_options=True columns named like options" in " ".join(messages)
     (rows := tmp_path / "in.jsonl").write_text('{"prompt": "One", "ignore_eos": "--chat"}\n')
     engine.run_job(rows, tmp_path / "rows.jsonl", SHORT)  # errors of rows are those of the command
     error = json.loads((tmp_path / "rows.jsonl").read_text())["error"]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from flexengine import Engine, SamplingParams
+from flexengine.activity import reporting
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
-from flexengine.job.columns import json_columns, result_columns, results_of, rows_of
+from flexengine.job.columns import _say, answered, json_columns, result_columns, results_of, rows_of
 from flexengine.job.rows import Row
 from tests.helpers.families import NEW
 
@@ -115,13 +116,42 @@ def test_two_dimensions_are_lists() -> None:
 
 
 def test_index_column() -> None:
-    index = objects(7, None, 9.0, "x", True, -1, 2.5, np.int64(2**40))
-    rows = rows_of({"prompt": ["a"] * 8, "index": index})
-    assert [r.index for r in rows] == [7, 1, 9, 3, 4, -1, 6, 2**40]
-    wrong = [r.error for r in rows if r.error]
-    assert wrong == [f"prompt {i}: index is {v!r}; it must be a whole number"
-                     for i, v in ((3, "x"), (4, "True"), (6, "2.5"))]  # fmt: skip
+    rows = rows_of({"prompt": ["a"] * 5, "index": objects(7, None, 9.0, -1, np.int64(2**40))})
+    assert [r.index for r in rows] == [7, 1, 9, -1, 2**40]
     assert all("index" not in r.fields for r in rows)
+
+
+@pytest.mark.parametrize("other", ["r1", "", True, False, 2.5, [1]])
+def test_an_index_that_is_data(other: Any) -> None:
+    """Rows are numbered by their places, and run."""
+    said: list[str] = []
+    _say.cache_clear()
+    with reporting(lambda record: said.append(record.text)):
+        for batch in (objects(7, None, other), [7, 7, other]):
+            rows = rows_of({"prompt": ["a"] * 3, "index": batch})
+            assert [(r.index, r.error, r.fields) for r in rows] == [(i, None, {"prompt": "a"}) for i in range(3)]
+    (text,) = said
+    assert text.startswith("column index is data, as it holds ")
+    assert text.endswith("; rows are numbered by their places in a batch")
+
+
+def test_columns_of_a_batch_come_back() -> None:
+    """Each under one name in all batches, and what is said about them."""
+    said: list[str] = []
+    _say.cache_clear()
+    batch = {"prompt": ["a"], "index": ["r1"], "error": [3], "input_error": [4], "max_token": [5], "temperature": [6]}
+    with reporting(lambda record: said.append(record.text)):
+        for options in (False, False, True):
+            out = answered(batch, SamplingParams(), lambda rows: [Result(row.index) for row in rows], options)
+            assert (out["index"], out["input_error"], out["input_input_error"]) == (["r1"], [3], [4])
+    assert out["max_token"] == [5]
+    assert said == [
+        "columns max_token (did you mean max_tokens?) and temperature are data; with row_options=True columns named"
+        " like options set them for their rows",
+        "column index is data, as it holds 'r1'; rows are numbered by their places in a batch",
+        "error and input_error of the batch are returned as input_error and input_input_error, beside the results",
+        "field max_token is data; did you mean max_tokens?",
+    ]
 
 
 def test_text_that_is_not_utf8_is_its_rows_error() -> None:

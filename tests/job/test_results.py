@@ -86,7 +86,7 @@ def test_our_fields_win():
     assert line["token_ids"] == [0]
     assert line["error"] == "line 1: no"
     assert line["kept"] == {"a": [1]}
-    assert (line["input_index"], line["input_input_index"], line["input_token_ids"]) == (4, "theirs", [7])
+    assert (line["input_index"], line["input_input_index"], line["input_token_ids"]) == ("theirs", 4, [7])
 
 
 def test_logprobs_and_samples_only_if_there_are_any():
@@ -113,7 +113,7 @@ def test_results_of_an_earlier_job_are_kept_under_other_names():
     assert (line["error"], line["token_ids"]) == (None, [])
     assert {f"input_{name}": value for name, value in row.fields.items() if name != "prompt"}.items() <= line.items()
     again = json.loads(line_encoder("m", 0)(Row(0, 1, line), Result(0, "b")))
-    assert (again["input_generated_text"], again["input_error"], again["input_input_error"]) == ("a", "old", None)
+    assert (again["input_generated_text"], again["input_error"], again["input_input_error"]) == ("a", None, "old")
 
 
 def test_batch_lines_answer_batch_lines():

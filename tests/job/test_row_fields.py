@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flexengine import Engine, Policy
 from flexengine.activity import reporting
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.file_job import check_rows
@@ -14,13 +15,20 @@ from flexengine.engine.scoring import encode_scored
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import InputRows
 from flexengine.job.results import encode_row
+from flexengine.job.row_fields import OPTIONS, RESULTS, meant_field
 from flexengine.job.rows import Request, Row, encode
 from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
+from tests.helpers.speaker import make_speaker
 
 pandas = pytest.importorskip("pandas")
 COUNT, EMPTY = 300, 7  # rows, and the row with an empty prompt
 DATA = ("temperature", "n", "seed", "stop")  # named like sampling parameters
 OURS = ("index", "error", "samples", "scores")  # named like fields of results
+RENAMED = (
+    "the output has the input's error, index, samples and scores as input_error, input_index, input_samples and"
+    " input_scores, beside its own fields"
+)
+MISSPELT = "field max_token is data; did you mean max_tokens?"
 LENGTHS = ("max_length", "min_length", "enable_thinking", "suffix")  # named like fields of other programs
 
 
@@ -71,12 +79,11 @@ def test_columns_of_tables_are_data(tmp_path: Path, suffix: str) -> None:
     items, out, said = job(stored(tmp_path, table, suffix))
     assert [item.sampling for item in items if isinstance(item, Request)] == [DEFAULTS] * (COUNT - 1)
     check_joined(table, out)
-    data = sorted([*DATA, *LENGTHS])
+    data = sorted([*DATA, *LENGTHS, "max_token (did you mean max_tokens?)"])
     assert said == [
-        "results have fields error, index, samples and scores, so the output has those of the input as input_error,"
-        " input_index, input_samples and input_scores",
-        f"columns {', '.join(data[:-1])} and {data[-1]} are data; row_options=True makes such"
-        " columns options of their rows",
+        RENAMED,
+        f"columns {', '.join(data[:-1])} and {data[-1]} are data; with row_options=True columns named like options set"
+        " them for their rows",
     ]
 
 
@@ -90,8 +97,8 @@ def test_fields_are_options_in_json_lines_and_where_asked_for(tmp_path: Path, su
             assert item.sampling == SamplingParams(4, i / 4, i, stop=(f"stop {i}",), n=i % 3 + 1)
     check_joined(table, out)
     renamed, *taken, misspelt = said
-    assert renamed.startswith("results have fields error, index, samples and scores, so")
-    assert misspelt == "field max_token is data, not an option; did you mean max_tokens?"
+    assert renamed == RENAMED
+    assert misspelt == MISSPELT
     assert (
         taken
         == [
@@ -99,6 +106,30 @@ def test_fields_are_options_in_json_lines_and_where_asked_for(tmp_path: Path, su
             " (row_options=False in Python makes all data)"
         ][: asked is None]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_a_whole_job_is_joined_without_loss(tmp_path: Path, suffix: str) -> None:
+    make_speaker(tmp_path)
+    table, said = frame(options=True), list[str]()
+    policy = Policy(gpu_batch_size=64, num_gpu_batches=1)
+    with Engine(
+        tmp_path, device="cpu", device_mem="1G", policy=policy, progress=lambda r: said.append(r.text)
+    ) as engine:
+        path = stored(tmp_path, table, suffix)
+        engine.run_job(path, tmp_path / "out", SamplingParams(max_tokens=1), prompt_column="review", chat=True)
+    check_joined(table, pandas.read_json(tmp_path / "out", lines=True))
+    names = "max_token (did you mean max_tokens?), n, seed, stop and temperature"
+    data = f"columns {names} are data; with row_options=True columns named like options set them for their rows"
+    taken = "fields n, seed, stop and temperature are options of their rows; rename a field that holds data"
+    for text in (
+        RENAMED,
+        *([data] if suffix != ".jsonl" else [f"{taken} (row_options=False in Python makes all data)", MISSPELT]),
+    ):
+        assert said.count(text) == 1
+    assert sum("max_token " in text for text in said) == 1
 
 
 def check_joined(table: Any, out: Any) -> None:
@@ -138,13 +169,114 @@ def test_templates(tmp_path: Path, suffix: str) -> None:
     assert str(empty.error).endswith("column review is empty; it must be text or a number")
     with pytest.raises(InvalidInput, match=r"the column 'reviw', which no row has; choose from .*review"):
         InputRows(path, template="{reviw}").scan()
-    for wrong, reason in (("no column", "no column in braces"), ("{", "a brace is alone"), ("{a!r}", "name alone")):
+    for wrong, reason in (("no column", "no column in braces"), ("{", "a brace is alone"), ("{}", "a column's name")):
         with pytest.raises(InvalidInput, match=rf"--template \(template in Python\).*{reason}"):
             InputRows(path, template=wrong)
     others: tuple[dict[str, Any], ...] = ({"prompt_column": "prompt"}, {"score": True})
     for more in others:
         with pytest.raises(InvalidInput, match="leave --"):
             InputRows(path, template="{review}", **more)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("asked", [None, True])
+def test_columns_of_a_template_are_data(tmp_path: Path, suffix: str, asked: bool | None) -> None:
+    """Whatever they are named: like options, those of other programs, tools, or with what str.format takes apart."""
+    columns = ["temperature", "stop", "suffix", "tools", "Frage: Text", "a!r", "a.b[0]", "größe", "x y", "{z"]
+    table = pandas.DataFrame({name: [f"v{i}", f"w{i}"] for i, name in enumerate(columns)} | {"max_tokens": [2, 3]})
+    template = "{{" + "|".join(f"{{{name}}}" for name in columns[:-1]) + "}}"
+    with InputRows(stored(tmp_path, table, suffix), template=template, row_options=asked) as rows:
+        first, second = rows
+        notes = rows.scan().notes
+    assert first.error is None
+    assert second.request.pop("prompt") == "{" + "|".join(f"w{i}" for i in range(9)) + "}"
+    options = asked or suffix == ".jsonl"
+    assert second.request == ({"max_tokens": 3, "{z": "w9"} if options else {"{z": "w9"})
+    assert ("fields stop and temperature are data, as the template has them, and set no options" in notes) is options
+    assert len(notes) == (1 if asked else 2 if options else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("review:>9", "write {review} alone"),
+        ("review!r", "write {review} alone"),
+        ("reviw", "choose from review"),
+        ('"a": 1', "choose from review; write {{ and }} for braces that are text"),
+    ],
+)
+def test_a_column_of_a_template_that_no_row_has(tmp_path: Path, name: str, remedy: str) -> None:
+    for suffix in (".csv", ".jsonl"):
+        path = stored(tmp_path, pandas.DataFrame({"review": ["a"]}), suffix)
+        with pytest.raises(InvalidInput) as raised:
+            InputRows(path, template=f"{{{name}}}").scan()
+        assert str(raised.value).endswith(f"the column {name!r}, which no row has; {remedy}")
+
+
+NAMED = {
+    "max_tokens": "max_token max_tok maxTokens max_new_token max-new-tokens MaxLength",
+    "top_p": "top-p topP",
+    "top_k": "top-k",
+    "stop_token_ids": "stop_token stop_tokens",
+    "temperature": "tempreature temperatur",
+    "seed": "Seed",
+}
+ORDINARY = (
+    "id text title topic steps stops seeds temp score note message choices user tokens num_tokens total_tokens"
+    " max_price max_temp min_temp temperature_c temperature_max avg_temperature temperature2 log presence frequency"
+    " sequence repetition format language stop_name seed_id bus_stop random_state words ignore top_10 prompt_id 评论"
+)
+
+
+def test_names_that_resemble_options() -> None:
+    for ours, names in NAMED.items():
+        assert {name: meant_field(name) for name in names.split()} == dict.fromkeys(names.split(), ours)
+    known = [*ORDINARY.split(), *OPTIONS, *RESULTS, "prompt", "messages", "x" * 70]
+    assert [name for name in known if meant_field(name)] == []
+    assert [meant_field(name, False) for name in ("promt", "Prompt", "message", "review")] == [
+        "prompt", "prompt", "messages", None
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_ordinary_columns_are_not_named(tmp_path: Path, suffix: str) -> None:
+    names = [*ORDINARY.split(), "prompt", *(["Temperature", "Seed", "Stop"] if suffix == ".csv" else [])]
+    with InputRows(stored(tmp_path, pandas.DataFrame({name: ["a"] for name in names}), suffix)) as rows:
+        assert rows.scan().notes == ()
+
+
+def test_a_misspelt_prompt(tmp_path: Path) -> None:
+    path = written(tmp_path, b'{"promt": "a", "top-p": 1}\n{"prompt": "a", "message": "b"}\n')
+    with InputRows(path) as rows:
+        assert rows.scan().notes == ("fields promt and top-p are data; did you mean prompt and top_p?",)
+    with InputRows(path, "promt") as rows:
+        assert rows.scan().notes == ("field top-p is data; did you mean top_p?",)
+
+
+def test_one_name_for_a_column_in_all_rows(tmp_path: Path) -> None:
+    """Whatever other fields a row has; no two fields get one name."""
+    rows = [{"error": 1}, {"error": 2, "input_error": 3}, {"input_error": 4, "input_input_error": 5, "input_x": 6}]
+    path = written(tmp_path, "\n".join(json.dumps({"prompt": "a", **row}) for row in rows).encode())
+    with InputRows(path) as opened:
+        outs = [json.loads(encode_row(row, Result(row.index))) for row in opened]
+        (note,) = opened.scan().notes
+    for row, out in zip(rows, outs, strict=True):
+        assert {
+            f"input_{name}" if name != "input_x" else name: value for name, value in row.items()
+        }.items() <= out.items()
+        assert len(out) == 1 + len(row) + len(json.loads(encode_row(Row(0, 0), Result(0))))
+    assert note == (
+        "the output has the input's error, input_error and input_input_error as input_error, input_input_error and"
+        " input_input_input_error, beside its own fields"
+    )
+
+
+def test_names_beyond_the_most_that_are_looked_at(tmp_path: Path) -> None:
+    rows = [{f"x{i}": 1 for i in range(1500)}, {"y": 1, "prompt": "a", "temperature": 0.5, "error": 1}]
+    with InputRows(written(tmp_path, "\n".join(map(json.dumps, rows)).encode())) as opened:
+        renamed, taken = opened.scan().notes
+    assert renamed == "the output has the input's error as input_error, beside its own fields"
+    assert taken.startswith("field temperature is an option of their rows;")
 
 
 def test_a_template_for_lines_of_text(tmp_path: Path) -> None:
@@ -172,17 +304,37 @@ def test_a_german_export_of_excel(tmp_path: Path) -> None:
     assert rows_of(tmp_path, b"id\tprompt\n1\ta\n", "t.csv", delimiter="\\t")[0].prompt == "a"
 
 
+def test_columns_without_a_name_at_the_end(tmp_path: Path) -> None:
+    """As Excel writes them. Empty cells there are left out, others are a row's error."""
+    first, short, other = rows_of(tmp_path, b"Nr;prompt;;\n1;a;;\n2;b\n3;c;;d\n", "in.csv", delimiter=";")
+    assert (first.fields, short.fields) == ({"Nr": "1", "prompt": "a"}, {"Nr": "2", "prompt": "b"})
+    assert (first.error, short.error) == (None, None)
+    assert other.error == "line 4: has 4 cells, but the header has 2"
+    assert other.fields["further_cells"] == ["", "d"]
+    (index,) = rows_of(tmp_path, b",prompt,,\n0,a,,\n", "index.csv")
+    assert index.fields == {"": "0", "prompt": "a"}
+    for data, fields in ((b",prompt\n0,a\n", {"": "0", "prompt": "a"}), (b"prompt,\na,b\n", {"prompt": "a", "": "b"})):
+        assert rows_of(tmp_path, data, "one.csv")[0].fields == fields  # pandas writes its index so
+    with pytest.raises(InvalidInput, match="has several columns without a name; name them"):
+        rows_of(tmp_path, b",,prompt\n0,1,a\n", "two.csv")
+
+
 @pytest.mark.parametrize(
     ("table", "guess"),
     [
         ({"id": ["a-long-name-of-a-row"], "title": ["two words"], "body": ["a text of many words"]}, "body"),
         ({"body": ["a text of many words"], "Prompt": ["short"]}, "Prompt"),
         ({"id": ["17"], "label": ["good"]}, "NAME"),
+        ({"id": ["1 234,50"], "评论": ["味道很好"]}, "评论"),
+        ({"id": [17], "感想": ["おいしい"]}, "感想"),
+        ({"when": ["2024-01-01 10:00:00"], "day": ["Mon Jan 01 2024, 10:00 AM"], "day2": ["1 January 2024"]}, "NAME"),
+        ({"url": ["https://a.b/c d.e"], "iban": ["DE89 3704 0044"], "kg": ["12.5 kg"], "日": ["2024年1月1日"]}, "NAME"),
+        ({"url": ["https://a.b/a-long-address of-a-page"], "body": ["Don't go!"]}, "body"),
     ],
 )
 def test_the_proposed_column_has_the_longest_texts(tmp_path: Path, table: dict[str, Any], guess: str) -> None:
     for suffix in (".csv", ".parquet"):
-        with pytest.raises(InvalidInput, match=rf"--prompt-column {guess} \(prompt_column='{guess}' in Python\)"):
+        with pytest.raises(InvalidInput, match=rf"--prompt-column '?{guess}'? \(prompt_column='{guess}' in Python\)"):
             InputRows(stored(tmp_path, pandas.DataFrame(table), suffix))
 
 
