@@ -2,6 +2,7 @@
 limit and the remedy."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -191,6 +192,14 @@ def is_missing(value: Any) -> bool:
     if type(value).__name__ in ("NAType", "NaTType"):
         return True
     return isinstance(value, float | Decimal) and bool(value != value)
+
+
+_VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u2060-\u2064\ufeff]")  # no white space, no width of zero
+
+
+def blankness(text: str) -> str:
+    """Return "empty" or "blank" for a text without a visible character, for messages; "" for others."""
+    return "empty" if not text else "" if _VISIBLE.search(text) else "blank"
 
 
 _WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)

@@ -12,7 +12,7 @@ value) and returns the checked value.
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,8 @@ from flexengine.words import command_words, python_words
 T = TypeVar("T")
 DEPTH = 8  # of lists and objects in each other that are brought into Python's form
 _LARGEST = sys.float_info.max
+_OF_PYTHON = frozenset({NoneType, bool, int, float, str, list, tuple, dict})
+_TO_PYTHON = ("tolist", "to_list", "to_pylist", "as_py")
 _FIELDS = "an object of fields"  # a record, unless other text says that it must be given as one
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Mapping: "an object"}
 _MAX_JSON_BYTES = 10_000_000  # of a policy or hardware file; the hardware file of a measured machine has some 50,000
@@ -121,11 +123,24 @@ def checked(rule: Allowed, name: str, value: Any) -> Any:
     refuse(name, value, rule.text)
 
 
+def unwrapped(value: Any) -> Any:
+    """Return a number, text, array or column of numpy, pandas, polars, pyarrow or torch as Python's; others as they
+    are."""
+    if type(value) in _OF_PYTHON:
+        return value
+    way = next((way for way in _TO_PYTHON if callable(getattr(value, way, None))), None)
+    return value if way is None else getattr(value, way)()
+
+
+def listed(value: Any) -> Any:
+    """Return an array, a column or another iterable that has an order as a list; others, and sequences, as they are."""
+    value = unwrapped(value)
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, Sequence | Set | Mapping) else value
+
+
 def plain(value: Any, depth: int = DEPTH) -> Any:
-    """Return a value with numbers and arrays of numpy, pandas or torch as Python's, also in lists and objects, which
-    are taken as they are from a depth on."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    """Return a value `unwrapped`, also in lists and objects, which are taken as they are from a depth on."""
+    value = unwrapped(value)
     if type(value) in (list, tuple) and depth:
         return type(value)(plain(each, depth - 1) for each in value)
     if type(value) is dict and depth:

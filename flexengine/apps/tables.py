@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, blankness
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.files import explained, whole_file
 from flexengine.job.inputs import InputFile
@@ -198,14 +198,14 @@ def _write_arrow(file: Any, table: FileTable, added: Sequence[Added]) -> None:
 
 
 def cell_text(value: Any) -> str | None:
-    """Return the text of a cell in one line, as prompts are made of lines; None if the cell is missing: empty, null or
-    NaN."""
+    """Return the text of a cell in one line, as prompts are made of lines; None if the cell is missing: empty,
+    blank, null or NaN."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bool | list | dict):
         value = json.dumps(value, ensure_ascii=False)
     text = _LINE_ENDS.sub(" ", str(value))
-    return text if text.strip() else None
+    return None if blankness(text) else text
 
 
 def serialised(cells: Mapping[str, Any], columns: Iterable[str], missing: str, prefix: str = "") -> str:

@@ -1,6 +1,8 @@
 """A model opened on a machine, for all jobs of an engine. Weights may stay in memory between jobs."""
 
 import contextlib
+import os
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -37,6 +39,22 @@ ATTENDER = "flexengine.worker.attend:attender_of"
 ON_DEMAND = "flexengine.worker.on_demand:OnDemand"
 
 
+@cache
+def _first_process() -> int:
+    """Return the process that opened a model first. Processes that were forked from it return it, too."""
+    return os.getpid()
+
+
+def _check_fork() -> None:
+    """Raise InvalidInput in a process that was forked from one that opened a model, as OpenMP (libgomp) would wait for
+    the parent's threads forever. With one thread it does not."""
+    if _first_process() != os.getpid() and torch.get_num_threads() > 1:
+        raise InvalidInput(
+            "this process was forked from one that had opened an Engine, whose threads of torch it lacks; start"
+            " processes by multiprocessing.get_context('spawn') and open an Engine in each"
+        )
+
+
 class Core:
     """A model opened on a machine.
 
@@ -56,6 +74,7 @@ class Core:
             layers: see `open_model`. Other cores must hold the other layers.
             driver: the other stages of a pipeline whose first stage is this core; None without a pipeline.
         """
+        _check_fork()
         kernels.choice()  # raises InvalidInput for a wrong FLEXENGINE_KERNELS before weights are converted
         check_model_kept(options.model, {"trace": options.trace})
         self.options, self.machine, self.driver = options, options.machine(), driver

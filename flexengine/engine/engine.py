@@ -11,8 +11,8 @@ from flexengine.engine.session import Session
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Params
 from flexengine.errors import InvalidInput, shown
-from flexengine.job.rows import refuse_table
-from flexengine.records import check_argument
+from flexengine.job.rows import one_of, refuse_table
+from flexengine.records import check_argument, listed
 from flexengine.words import python_words
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
@@ -92,6 +92,7 @@ class Engine(Session):
             >>> engine.generate(["One", {"prompt": "Two", "max_tokens": 4}], SamplingParams(max_tokens=16))
             >>> engine.generate(["One", "Two"], [SamplingParams(seed=1), SamplingParams(seed=2)])
         """
+        prompts = one_of(prompts)
         if isinstance(prompts, str | Mapping):
             if not isinstance(params, SamplingParams | None):
                 raise InvalidInput(f"params is {shown(params)} beside one prompt; it must be SamplingParams")
@@ -130,9 +131,9 @@ class Engine(Session):
             >>> engine.chat([{"role": "user", "content": "Name three colours."}]).generated_text
         """
         refuse_table("messages", messages)
-        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        messages = listed(messages)
+        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages, or of such lists")
-        messages = messages if isinstance(messages, Sequence) else list(messages)
         check_argument("tools", tools, Annotated[list[Any] | None, "a list of tools (JSON schemas), or None"])
         shared = {} if tools is None else {"tools": tools}
         if messages and isinstance(messages[0], Mapping):
@@ -247,11 +248,7 @@ class Engine(Session):
             >>> print(f"{summary.job.done} of {summary.job.rows} rows done")
         """
         self._check_idle()
-        if hasattr(input, "columns"):
-            raise InvalidInput(
-                f"input is a {type(input).__name__}; it must be the name of a file: write the table to one, such as"
-                " df.to_json('rows.jsonl', orient='records', lines=True), or give a column to generate"
-            )
+        refuse_table("input", input, file=True)
         from flexengine.engine.file_job import run_job  # other jobs read no file
 
         return run_job(

@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, shown
+from flexengine.errors import InvalidInput, is_missing, json_kind, shown
 from flexengine.job import rows as given
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.foreign import whole
 from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Request, Row, Target, check_text, checked_ids, tokenized
 from flexengine.model.tokenizer import opening, token_ids
-from flexengine.records import plain
+from flexengine.records import listed, plain
 
 MAX_CHOICES = 1000
 
@@ -173,17 +173,20 @@ def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
         continuation: text or token ids, or a list of either. One context is paired with each of them.
 
     Raises:
-        InvalidInput: an argument is neither text nor token ids nor a list of either, the lists have different lengths,
-            or a context and its continuation are of different kinds.
+        InvalidInput: an argument is neither text nor token ids nor a list, the lists have different lengths, or a
+            single context and its continuation are of different kinds. A row of a list has an error instead.
     """
     given.refuse_table("context", context)
     given.refuse_table("continuation", continuation)
-    context, continuation = plain(context), plain(continuation)
+    context, continuation = plain(listed(context)), plain(listed(continuation))
     if _is_one(continuation):
         if not (_is_one(context) or context == []):
             fault = f"context is {shown(context)} beside one continuation"
             raise InvalidInput(f"{fault}; it must be text or token ids, or continuation must be a list, too")
-        return [_row(0, context, continuation)], True
+        row = _row(0, context, continuation)
+        if row.error is not None:
+            raise InvalidInput(given.without_place(row.error))
+        return [row], True
     if not isinstance(continuation, Sequence):
         raise InvalidInput(f"continuation is {shown(continuation)}; it must be text or token ids, or a list of these")
     contexts: Any = [context] * len(continuation) if _is_one(context) else context
@@ -201,10 +204,12 @@ def _is_one(value: object) -> bool:
 
 
 def _row(index: int, context: Any, continuation: Any) -> Row:
+    row = Row(index, 0, {"context": context, "continuation": continuation}, scored=True)
     for name, value in (("context", context), ("continuation", continuation)):
         if not isinstance(value, Sequence) or isinstance(value, bytes):
-            raise InvalidInput(f"a {name} is {shown(value)}; it must be text or a list of token ids")
+            kind = json_kind(value) if is_missing(value) else shown(value)
+            return row.refused(f"{name} is {kind}; it must be text or a list of token ids")
     if isinstance(context, str) != isinstance(continuation, str):
         fault = f"context is {shown(context)} and continuation is {shown(continuation)}"
-        raise InvalidInput(f"{fault}; give both as text, or both as token ids")
-    return Row(index, 0, {"context": context, "continuation": continuation}, scored=True)
+        return row.refused(f"{fault}; give both as text, or both as token ids")
+    return row

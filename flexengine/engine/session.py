@@ -21,7 +21,7 @@ from flexengine.engine.planner import Planner
 from flexengine.engine.summary import JobRows, Summary
 from flexengine.engine.survey import Params, PromptReader
 from flexengine.errors import FlexError, InvalidInput, RanOut, shown
-from flexengine.job.rows import refuse_table
+from flexengine.job.rows import one_of, refuse_table
 from flexengine.job.same_job import MODEL_FILES
 from flexengine.lossy import MIXED, Lossy
 from flexengine.model import identity
@@ -240,7 +240,10 @@ class Session:
         self._check_open()
         if self._running is not None:
             where = "in this thread or another one"
-            raise InvalidInput(f"this engine is generating already, {where}; let the other call end, or call stop()")
+            raise InvalidInput(
+                f"this engine is generating already, {where}; let the other call end, or call stop(), as a task that is"
+                " cancelled ends only what `await engine.in_thread(...)` runs"
+            )
 
     def _check_open(self) -> None:
         self._check_process()
@@ -250,8 +253,8 @@ class Session:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise InvalidInput(
-                "this engine was opened before this process was forked, and its threads are in the parent process; open"
-                " an Engine in each process, or start processes by multiprocessing.get_context('spawn')"
+                "this engine was opened before this process was forked, and its threads are in the parent process;"
+                " start processes by multiprocessing.get_context('spawn') and open an Engine in each"
             )
 
     @python_words
@@ -281,6 +284,7 @@ class Session:
         """
         self._check_open()
         refuse_table("prompts", prompts)
+        prompts = one_of(prompts)
         if isinstance(prompts, str | bytes | Mapping | set | frozenset) or not isinstance(prompts, Iterable):
             raise InvalidInput(f"prompts is {shown(prompts)}; it must be a list of prompts")
         if isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from flexengine.errors import InvalidInput, alike, is_fault, json_kind, shown
+from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kind, shown
 from flexengine.job.templates import chat_text, has_template
 
 TOOLS = "tools"
@@ -20,13 +20,15 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
     templates of text models read `content` as text. All other fields stay as they are.
 
     Raises:
-        InvalidInput: the value is no array of messages, or a message has no text; the error names the message.
+        InvalidInput: the value is no array of messages, a message has no text, or the last one of a user no visible
+            character; the error names the message.
     """
     if not isinstance(value, list | tuple) or not value:
         raise InvalidInput(f"messages is {shown(value)}; it must be an array of messages that is not empty")
     messages = [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
-    if messages[-1]["role"] == "user" and messages[-1]["content"] == "":
-        raise InvalidInput(f"messages[{len(messages) - 1}].content is empty; give the user's text")
+    asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if asked is not None and (lack := blankness(messages[asked].get("content", "-"))):
+        raise InvalidInput(f"messages[{asked}].content is {lack}; give the user's text")
     return messages
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
-from flexengine.records import DEPTH, as_whole
+from flexengine.records import DEPTH, as_whole, unwrapped
 
 OVERRIDES = tuple(f.name for f in fields(SamplingParams))
 VARIABLES = "chat_template_kwargs"
@@ -67,7 +67,7 @@ def check_foreign(request: Mapping[str, Any], sampling: SamplingParams, chat: bo
     for name, value in request.items():
         if name not in FOREIGN:
             continue
-        value = value.tolist() if hasattr(value, "tolist") else value  # numpy compares each element
+        value = unwrapped(value)  # numpy compares each element
         if not (holds_data and _is_data(name, value, request, chat)) and _asks(name, value, sampling):
             advice = remedy(name) if holds_data else remedy(name).removesuffix(f", {_AS_DATA}")
             raise InvalidInput(f"{name} is {shown(value)}; {advice}")
@@ -138,7 +138,7 @@ def own_sampling(request: Mapping[str, Any], defaults: SamplingParams) -> Sampli
 def whole(value: Any, depth: int = DEPTH) -> Any:
     """Return the value with floats that are whole numbers as int, also those in a list: pandas writes 8 as 8.0. Numbers
     and arrays of numpy or torch become Python's. Lists in lists are taken as they are from a depth on."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+    value = unwrapped(value)
     if isinstance(value, list | tuple) and depth:
         return [whole(each, depth - 1) for each in value]
     return as_whole(value)

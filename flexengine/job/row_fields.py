@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from flexengine.config import Result
-from flexengine.errors import InvalidInput, alike, json_kind
+from flexengine.errors import InvalidInput, alike, blankness, json_kind
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import FOREIGN, NAMES_HERE, OVERRIDES
 from flexengine.job.rows import PROMPT_KINDS, Row
@@ -119,19 +119,20 @@ def _parts(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 def filled(template: str, row: Mapping[str, Any]) -> str:
-    """Return the template with the row's values. Raise InvalidInput if the row lacks a value, or has an empty text."""
+    """Return the template with the row's values. Raise InvalidInput if the row lacks a value, or has a text
+    without a visible character."""
     return "".join(text + (text_of(row, name) if name is not None else "") for text, name in _parts(template))
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
     """Return a value of a row as text: texts as they are, numbers and booleans as in JSON. Raise InvalidInput if the
-    row has no such value, or it is an empty text, an array or an object."""
+    row has no such value, or it is a text without a visible character, an array or an object."""
     value = row.get(column)
-    if isinstance(value, str) and value:
+    lack = blankness(value) if isinstance(value, str) else ""
+    if isinstance(value, str) and not lack:
         return value
     if not isinstance(value, bool | int | float):
-        kind = "empty" if value == "" else json_kind(value)
-        raise InvalidInput(f"column {column} is {kind}; it must be text or a number")
+        raise InvalidInput(f"column {column} is {lack or json_kind(value)}; it must be text or a number")
     return json.dumps(value)
 
 

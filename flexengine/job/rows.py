@@ -10,14 +10,21 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, is_missing, json_kind, library_faults, shown
+from flexengine.errors import InvalidInput, blankness, is_missing, json_kind, library_faults, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.chats import TOOLS, chat_token_ids, check_format, check_roles, messages_of, tools_of
-from flexengine.job.foreign import CHAT_ONLY, check_foreign, own_sampling, whole
+from flexengine.job.foreign import CHAT_ONLY, OVERRIDES, check_foreign, own_sampling, whole
+from flexengine.records import unwrapped
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 CONTEXT = "context"  # field that stands before a continuation or choices
 SCORED_KINDS = ("continuation", "choices", "text")  # fields of rows that are scored
+_OF_ROWS = frozenset({*PROMPT_KINDS, CONTEXT, *SCORED_KINDS, *OVERRIDES})  # fields
+_LIBRARIES = {  # how each writes a column as a list, and a table as a file
+    "polars": ("to_list", "df.write_ndjson('rows.jsonl')"),
+    "pyarrow": ("to_pylist", "pyarrow.parquet.write_table(table, 'rows.parquet')"),
+    "": ("tolist", "df.to_json('rows.jsonl', orient='records', lines=True)"),
+}
 _PLACE = re.compile(r"^((line|row) \d+( \(line \d+\))?: )+")
 
 
@@ -76,27 +83,41 @@ def row_of(prompt: object, index: int) -> Row:
     """Return the row of a prompt given in Python: a string, a mapping with the fields of a JSONL row, or a row."""
     if isinstance(prompt, Row):
         return prompt
+    prompt = one_of(prompt)
     if isinstance(prompt, str):
         return Row(index, 0, {"prompt": prompt})
     if isinstance(prompt, Mapping):  # pandas has NaN for no value
-        cells = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in prompt.items()}
+        cells = {name: unwrapped(value) for name, value in prompt.items()}
         cells |= {k: None for k in (*PROMPT_KINDS, CONTEXT, *SCORED_KINDS) if is_missing(cells.get(k))}
         return Row(index, 0, {k: v for k, v in cells.items() if not is_missing(v)})
     must = "it must be a string or an object with the fields of a row, such as prompt_token_ids"
     return Row(index, 0).refused(f"is {json_kind(whole(prompt))}; {must}")
 
 
-def refuse_table(name: str, value: Any) -> None:
+def one_of(value: Any) -> Any:
+    """Return a prompt or a row that pandas, pyarrow or numpy hold: a Series whose index has fields of rows, which is a
+    row of a DataFrame, as a dict; a scalar as Python's. Return other values as they are."""
+    if type(value).__name__ == "Series" and hasattr(value, "to_dict") and not _OF_ROWS.isdisjoint(value.index):
+        return value.to_dict()
+    return unwrapped(value) if hasattr(value, "as_py") or getattr(value, "ndim", None) == 0 else value
+
+
+def refuse_table(name: str, value: Any, file: bool = False) -> None:
     """Raise InvalidInput for a table of pandas, polars or pyarrow: an iteration yields the names of its columns, or the
-    columns. name: of the argument."""
+    columns. name: of the argument. file: it is the name of a file, not a list of prompts."""
     if isinstance(value, str | Mapping) or callable(getattr(value, "columns", callable)):
         return
+    listing, writing = _LIBRARIES.get(type(value).__module__.partition(".")[0], _LIBRARIES[""])
+    kind, frame = type(value).__name__, "df.collect()" if hasattr(value, "collect") else "df"
+    if file:
+        writing = writing.replace("df", frame)
+        must = f"it must be the name of a file: write the table to one, such as {writing}, or give a column to generate"
+        raise InvalidInput(f"{name} is a {kind}; {must}")
     names = list(getattr(value, "column_names", value.columns))
     column = next((each for each in ("prompt", "text", *names) if each in names), "prompt")
-    method = {"polars": "to_list", "pyarrow": "to_pylist"}.get(type(value).__module__.partition(".")[0], "tolist")
     raise InvalidInput(
-        f"{name} is a {type(value).__name__} with columns {shown(list(map(str, names)))};"
-        f" name the column: df[{column!r}].{method}()"
+        f"{name} is a {kind} with columns {shown(list(map(str, names)))};"
+        f" name the column: {frame}[{column!r}].{listing}()"
     )
 
 
@@ -221,13 +242,13 @@ def _prompt_ids(
     if nulls := [kind for kind in PROMPT_KINDS if kind in request and not present]:
         raise InvalidInput(f"{nulls[0]} is null or NaN, so missing; give a text, messages or token ids")
     if len(present) != 1:
-        others = "--prompt-column, or prompt_column of run_job, names another"
+        others = "rename one to prompt, or name it by --prompt-column (prompt_column of run_job in Python)"
         fields = "" if present else f" (its fields are {shown(list(request))}; {others})"
         given = f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}"
         raise InvalidInput(f"{given}; exactly one is needed{fields}")
     kind, prompt = present[0], request[present[0]]
-    if isinstance(prompt, str) and not prompt:
-        raise InvalidInput(f"{kind} is empty; give a text")
+    if isinstance(prompt, str) and (lack := blankness(prompt)):
+        raise InvalidInput(f"{kind} is {lack}; give a text")
     if _is_chat(request, as_message):
         asked = [{"role": "user", "content": prompt}] if kind == "prompt" and isinstance(prompt, str) else prompt
         return _chat_ids(kind, asked, request, tokenizer, options, now)
@@ -235,13 +256,15 @@ def _prompt_ids(
     for name, default in CHAT_ONLY.items():
         if request.get(name) not in (None, default, {}):
             fault = f"{name} needs messages, as it is for a chat template; {kind} has none"
-            raise InvalidInput(f"{fault}: send messages, or give --chat (chat=True in Python)")
+            raise InvalidInput(f"{fault}: send messages, as --chat (engine.chat in Python) does")
     if request.get(TOOLS) and json_kind(request[TOOLS]) == "an array":
         raise InvalidInput(f"tools needs messages, as a chat template writes them; {kind} has none: send messages")
     if kind == "prompt_token_ids" or (listed and all(type(whole(each)) is int for each in prompt)):
         return checked_ids(kind, prompt, vocab_size)
     if not isinstance(prompt, str):
         others = ", an array of messages (objects with role and content) or an array of token ids" if listed else ""
+        texts = listed and all(isinstance(each, str) for each in prompt)
+        others += "; give each text its own row" * texts
         raise InvalidInput(f"prompt is {json_kind(prompt)}; it must be a string{others}")
     check_text(kind, prompt)
     return _text_ids(kind, tokenizer, lambda: tokenizer(prompt, verbose=False))

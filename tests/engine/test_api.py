@@ -309,10 +309,14 @@ def test_pairs_that_cannot_be_scored(speaker: Any) -> None:
     for context, continuation, message in (
         (["a", "b"], ["c"], "context has 2 entries, but continuation has 1"), (["a"], "c", "beside one continuation"),
         ("a", [5], "give both as text, or both as token ids"), (5, "c", "context is 5"),
-        ("a", 5, "continuation is 5"), (["a"], [5.0], "a continuation is 5.0"), ({}, ["c"], "context is {}"),
+        ("a", 5, "continuation is 5"), ({}, ["c"], "context is {}"),
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=message):
             speaker.score(context, continuation)
+    for wrong, said in ((5.0, "continuation is 5.0; it must be text or a list of token ids"), ([5], "give both as")):
+        refused, good = speaker.score("a", [wrong, "b"])
+        assert said in refused.error
+        assert (refused.prompt, good.error) == ("a", None)
 
 
 def test_a_text_is_scored_in_windows(speaker: Any, tmp_path: Path) -> None:

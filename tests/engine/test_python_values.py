@@ -35,6 +35,28 @@ SHORT, LONG = SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_
 TEXTS = ["One two", "Three"]
 FRAME = pd.DataFrame({"text": TEXTS, "label": [0, 1]})
 CHAT = [{"role": "user", "content": "Hi"}]
+BLANKS = ["", " ", "\n", "\u200b\ufeff"]
+
+
+class Polars:
+    """A Series of polars: a list, with other methods than those of pandas."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    def to_list(self) -> list[Any]:
+        return self.values
+
+
+def columns_of(values: list[Any]) -> Iterator[Any]:
+    """Yield a column in all forms that Python's libraries have."""
+    yield from (values, tuple(values), pd.Series(values), np.array(values), Polars(values))
+    yield (value for value in values)
+    pyarrow = pytest.importorskip("pyarrow")
+    yield from (pyarrow.array(values), pyarrow.table({"prompt": values})["prompt"])
 
 
 def opened(directory: Path, **options: Any) -> Engine:
@@ -85,6 +107,15 @@ def test_a_table_of_pyarrow_is_refused_with_its_own_remedy(engine: Any) -> None:
     table = pytest.importorskip("pyarrow").table({"prompt": TEXTS})
     with pytest.raises(InvalidInput, match=r"a Table with columns .*df\['prompt'\].to_pylist\(\)"):
         engine.generate(table)
+    with pytest.raises(InvalidInput, match=r"pyarrow.parquet.write_table\(table, 'rows.parquet'\), or give a column"):
+        engine.run_job(table, "out.jsonl")
+    fields: dict[str, Any] = {"__module__": "polars.dataframe.frame", "columns": ["text"]}
+    frame, lazy = type("DataFrame", (), fields)(), type("LazyFrame", (), fields | {"collect": None})()
+    for value, name in ((frame, "df"), (lazy, r"df.collect\(\)")):
+        with pytest.raises(InvalidInput, match=rf": {name}\['text'\].to_list\(\)$"):
+            refuse_table("prompts", value)
+        with pytest.raises(InvalidInput, match=rf"such as {name}.write_ndjson\('rows.jsonl'\), or"):
+            refuse_table("input", value, file=True)
 
 
 def test_names_of_columns_that_are_no_text() -> None:
@@ -118,7 +149,7 @@ def test_a_misspelt_field_is_named_once(engine: Any, caplog: pytest.LogCaptureFi
 
 
 def test_a_column_is_a_list(engine: Any) -> None:
-    for given in (FRAME["text"], np.array(TEXTS), (text for text in TEXTS)):
+    for given in columns_of(TEXTS):
         assert tokens(engine.generate(given, SHORT)) == engine.expected
     assert (
         tokens(engine.generate(FRAME.rename(columns={"text": "prompt"}).to_dict("records"), SHORT)) == engine.expected
@@ -130,8 +161,66 @@ def test_columns_of_conversations_and_continuations(engine: Any) -> None:
     assert tokens(engine.chat(pd.Series([CHAT, CHAT]), SHORT)) == tokens(engine.chat((CHAT, CHAT), SHORT)) == [one] * 2
     assert tokens(engine.chat((each for each in (CHAT,)), SHORT)) == [one]
     scores = [result.cumulative_logprob for result in engine.score("One", [" a", " b"])]
-    for given in (pd.Series([" a", " b"]), np.array([" a", " b"])):
+    for given in columns_of([" a", " b"]):
         assert [result.cumulative_logprob for result in engine.score("One", given)] == scores
+    contexts = (text for text in ["One", "One"])
+    assert [result.cumulative_logprob for result in engine.score(contexts, [" a", " b"])] == scores
+
+
+def test_one_prompt_in_another_form(engine: Any) -> None:
+    """An array without a dimension, a scalar of pyarrow, and a row of a DataFrame, which is a Series."""
+    pyarrow = pytest.importorskip("pyarrow")
+    frame = FRAME.rename(columns={"text": "prompt"})
+    for given in (np.array(TEXTS[0]), pyarrow.scalar(TEXTS[0]), frame.iloc[0], pyarrow.scalar({"prompt": TEXTS[0]})):
+        assert engine.generate(given, SHORT).token_ids == engine.expected[0]
+    assert tokens(engine.generate([row for _, row in frame.iterrows()], SHORT)) == engine.expected
+    assert tokens(engine.generate(pd.Series(TEXTS, index=["a", "b"]), SHORT)) == engine.expected
+    assert "has none of prompt, messages" in engine.generate(FRAME.iloc[0]).error
+
+
+def test_what_is_no_list_of_prompts(engine: Any) -> None:
+    for wrong in ({"One"}, frozenset({"One"}), b"One", Path("One"), 5, np.array(5), None):
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(InvalidInput, match=r"^prompts is .*; it must be a list of prompts"):
+                call(wrong)
+        with pytest.raises(InvalidInput, match=r"^messages is .*; it must be a list of messages"):
+            engine.chat(wrong)
+        with pytest.raises(InvalidInput, match="continuation"):
+            engine.score("a", wrong)
+    with pytest.raises(InvalidInput, match="prompts is 'One'; it must be a list"):
+        engine.stream(np.array("One"))
+    one = engine.generate({"prompt": TEXTS})  # a dict of columns
+    assert one.error.endswith(" or an array of token ids; give each text its own row")
+    errors = [str(result.error) for result in engine.generate([TEXTS, b"One", Path("One"), [1, 2]])]
+    assert [error.split("; ")[0] for error in errors] == [
+        f"prompt {i}: is {kind}" for i, kind in enumerate(("an array", "bytes", "PosixPath", "an array"))
+    ]
+
+
+def test_a_bad_pair_is_an_error_of_its_own(engine: Any) -> None:
+    good = engine.score("One", " b")
+    found = engine.score("One", pd.Series([" b", float("nan"), None, pd.NA], dtype=object))
+    assert found[0] == good
+    missing = "missing (NaN)", "None", "missing (NA)"
+    assert [result.error for result in found[1:]] == [
+        f"prompt {i}: continuation is {kind}; it must be text or a list of token ids"
+        for i, kind in enumerate(missing, 1)
+    ]
+    assert "context is missing (NaN)" in engine.score(pd.Series(["One", float("nan")]), [" b", " b"])[1].error
+
+
+def test_blank_prompts_are_error_rows(engine: Any) -> None:
+    results = engine.generate([*BLANKS, *TEXTS], SHORT)
+    assert tokens(results[4:]) == engine.expected
+    kinds = ["empty", "blank", "blank", "blank"]
+    assert [result.error for result in results[:4]] == [
+        f"prompt {i}: prompt is {kind}; give a text" for i, kind in enumerate(kinds)
+    ]
+    asked = engine.chat([[{"role": "user", "content": text}] for text in BLANKS], SHORT)
+    assert [result.error.split(": ")[1] for result in asked] == [
+        f"messages[0].content is {kind}; give the user's text" for kind in kinds
+    ]
+    assert len(engine.generate({"prompt_token_ids": [32]}, SHORT).token_ids) == 2
 
 
 def test_missing_values_are_error_rows(engine: Any) -> None:
@@ -212,6 +301,11 @@ def test_messages_name_arguments_and_none(
         SamplingParams(max_tokens=None)  # type: ignore[arg-type]
     with pytest.raises(TooLittle, match=r"; set device_mem=\d+ or more$"):
         Engine(directory, device="cpu", device_mem="20K").generate("One", SHORT)
+    variables = {"prompt": "x", "chat_template_kwargs": {"a": 1}}
+    assert engine.generate(variables).error.endswith("prompt has none: send messages, as engine.chat does")
+    assert engine.generate({"text": "x"}).error.endswith(
+        '(its fields are ["text"]; rename one to prompt, or name it by prompt_column of run_job)'
+    )
     (rows := tmp_path / "in.txt").write_text("One\n")
     (tmp_path / "out.jsonl").write_text("mine")
     with pytest.raises(InvalidInput, match="or give restart=True to"):
@@ -295,9 +389,31 @@ def test_a_fork_of_an_engine_is_refused(engine: Any) -> None:
         os._exit(0)
     os.close(write)
     with open(read) as said:
-        assert "open an Engine in each process, or start processes by multi" in said.read()
+        assert "; start processes by multiprocessing.get_context('spawn') and open an Engine in each" in said.read()
     assert os.waitpid(child, 0)[1] == 0
     assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
+
+
+@pytest.mark.slow  # forks of a process with torch
+def test_a_new_engine_in_a_fork(engine: Any, directory: Path) -> None:
+    """It is refused, as torch would wait for threads that the child lacks; with one thread it runs."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(30)
+        with contextlib.suppress(BaseException):
+            torch.set_num_threads(2)
+            with contextlib.suppress(InvalidInput):
+                opened(directory).close()
+                os._exit(6)
+            torch.set_num_threads(1)
+            with opened(directory) as new:
+                os.write(write, str(tokens(new.generate(TEXTS, SHORT))).encode())
+            os._exit(5)
+        os._exit(7)
+    os.close(write)
+    with open(read) as said:
+        assert said.read() == str(engine.expected)
+    assert os.waitpid(child, 0)[1] == 5 << 8
 
 
 @pytest.mark.slow  # forks of a process with torch
@@ -312,7 +428,7 @@ def test_a_fork_within_a_stream_leaves_it_to_the_parent(engine: Any) -> None:
         except InvalidInput as error:
             stream = None
             gc.collect()
-            os._exit(5 if "open an Engine in each process" in str(error) else 6)
+            os._exit(5 if "and open an Engine in each" in str(error) else 6)
         os._exit(7)
     assert os.waitpid(child, 0)[1] == 5 << 8
     if (child := os.fork()) == 0:
@@ -392,6 +508,30 @@ def test_a_cancelled_task_leaves_the_jobs_of_others(engine: Any) -> None:
         assert len(tokens(asyncio.run(both()))) == 2
     finally:
         engine.on_sweep = None
+
+
+def test_a_cancelled_task_of_another_thread_goes_on_until_stop(engine: Any) -> None:
+    """`asyncio.to_thread` cannot end its thread; the error of the next call names what can."""
+    began, again = threading.Event(), threading.Event()
+    engine.on_sweep = lambda _: (began.set(), again.wait(10))
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(asyncio.to_thread(engine.generate, TEXTS, LONG))
+        await asyncio.to_thread(began.wait, 10)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        with pytest.raises(InvalidInput, match=r"or call stop\(\), as a task .* `await engine.in_thread\(...\)` runs"):
+            engine.generate(TEXTS, SHORT)
+        engine.stop()
+        again.set()
+
+    try:
+        asyncio.run(cancelled())  # waits for its threads
+    finally:
+        engine.on_sweep = None
+    assert engine.summary.sweeps == 1
+    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
 
 
 def test_a_task_that_is_cancelled_between_results_ends_the_stream(engine: Any) -> None:

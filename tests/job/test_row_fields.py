@@ -9,6 +9,7 @@ import pytest
 
 from flexengine import Engine, Policy
 from flexengine.activity import reporting
+from flexengine.apps.tables import cell_text
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.file_job import check_rows
 from flexengine.engine.scoring import encode_scored
@@ -19,6 +20,7 @@ from flexengine.job.row_fields import OPTIONS, RESULTS, meant_field
 from flexengine.job.rows import Request, Row, encode
 from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
 from tests.helpers.speaker import make_speaker
+from tests.helpers.tokenizers import byte_tokenizer
 
 pandas = pytest.importorskip("pandas")
 COUNT, EMPTY = 300, 7  # rows, and the row with an empty prompt
@@ -344,6 +346,15 @@ def test_the_proposed_column_has_the_longest_texts(tmp_path: Path, table: dict[s
         ({"prompt": ""}, "prompt is empty; give a text"),
         ({"prompt": None}, "prompt is null or NaN, so missing; give a text, messages or token ids"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content is empty; give the user's text"),
+        ({"prompt": " \n"}, "prompt is blank; give a text"),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content is blank; give the user's text"),
+        ({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "The"}]},
+         "messages[0].content is empty; give the user's text"),
+        ({"prompt": ["a", "b"]}, "prompt is an array; it must be a string, an array of messages (objects with role and"
+         " content) or an array of token ids; give each text its own row"),
+        ({"text": "a", "chat_template_kwargs": {}}, 'has none of prompt, messages, prompt_token_ids; exactly one is'
+         ' needed (its fields are ["text", "chat_template_kwargs"]; rename one to prompt, or name it by --prompt-column'
+         " (prompt_column of run_job in Python))"),
         ({"messages": [{"role": "usr", "content": "a"}]}, "messages[0].role is 'usr', which the chat template does not"
          " name; did you mean user?"),
         ({"messages": [{"role": "gpt", "content": "a"}]}, "messages[0].role is 'gpt', which the chat template does not"
@@ -357,6 +368,33 @@ def test_reasons(fields: dict[str, Any], reason: str, chat: bool) -> None:
     found = encode(Row(0, 1, fields, chat=chat), make_tokenizer(), 64, DEFAULTS)
     assert isinstance(found, Row)
     assert found.error == f"line 1: {reason}"
+
+
+@pytest.mark.parametrize("text", [" ", "\n", "\t \r\n", "\u00a0\u3000", "\u200b", "\ufeff", "\u2060 \u200d\u00ad"])
+def test_blank_texts_are_empty(tmp_path: Path, text: str) -> None:
+    """At every door, as wrangle takes their cells for missing; a scored context is free."""
+    tokenizer = make_tokenizer()
+    parts = [{"type": "text", "text": text}] * 2
+    body: dict[str, Any]
+    rows: list[tuple[dict[str, Any], bool]] = [({"prompt": text}, False), ({"prompt": text}, True)]
+    rows += [({"messages": [{"role": "user", "content": each}]}, False) for each in (text, parts)]
+    for row in (Row(0, 1, fields, chat=chat) for fields, chat in rows):
+        assert "is blank; give " in str(encode(row, tokenizer, 64, DEFAULTS).error)  # type: ignore[union-attr]
+    for url, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        line = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}).encode()
+        (row,) = rows_of(tmp_path, line)
+        assert "is blank; give " in str(encode(row, tokenizer, 64, DEFAULTS).error)  # type: ignore[union-attr]
+    for suffix in (".csv", ".jsonl"):
+        path = stored(tmp_path, pandas.DataFrame({"review": [text]}), suffix)
+        (row,) = InputRows(path, template="Label: {review}")
+        assert str(row.error).endswith("column review is blank; it must be text or a number")
+    assert cell_text(text) is None
+    assert cell_text(f"{text}a") is not None
+    scored = Row(0, 1, {"context": text, "continuation": " a"}, scored=True)
+    assert isinstance(encode_scored(scored, byte_tokenizer(), 64, DEFAULTS, 300), Request)
 
 
 def test_roles_of_a_model_are_allowed() -> None:

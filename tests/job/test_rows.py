@@ -282,7 +282,7 @@ def test_empty_prompts():
     for tokenizer in (make_tokenizer(), make_tokenizer(bos=True)):
         assert "prompt is empty" in error_of({"prompt": ""}, tokenizer)
         assert "messages[0].content is empty" in error_of({"messages": [{"role": "user", "content": ""}]}, tokenizer)
-    assert "empty after tokenisation" in error_of({"prompt": " "})
+    assert "prompt is blank; give a text" in error_of({"prompt": " "})
     assert "prompt is null" in error_of({"prompt": None})
     assert "prompt_token_ids is null" in error_of({"prompt_token_ids": None})
 

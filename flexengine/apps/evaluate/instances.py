@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from flexengine.apps.evaluate.metrics import CHOICE, PERPLEXITY
+from flexengine.apps.evaluate.metrics import CHOICE
 from flexengine.apps.evaluate.perturb import ORIGINAL
 from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
 from flexengine.apps.tables import FileTable, read_records
@@ -172,8 +172,6 @@ def _instance(scenario: Scenario, table: FileTable, number: int, fields: dict[st
         if row.fault is not None:
             raise InvalidInput(row.fault)
         context = filled(scenario.prompt.template, fields)
-        if scenario.kind == PERPLEXITY and not context:
-            raise InvalidInput("the text is empty")
         choices = _choices(scenario, row.fields) if choice else ()
         answers = () if label is None else _answers(label, row.fields)
     except InvalidInput as error:
@@ -207,7 +205,7 @@ def _list(row: dict[str, Any], column: str) -> list[str]:
 def _answers(label: Label, row: dict[str, Any]) -> tuple[str, ...]:
     value = row.get(label.column)
     found = _list(row, label.column) if isinstance(value, list) else [text_of(row, label.column)]
-    if not found or not all(each.strip() for each in found):
+    if not found:
         raise InvalidInput(f"column {label.column} is empty; it must hold the right answer")
     return tuple(found)
 

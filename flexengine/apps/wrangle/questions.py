@@ -12,7 +12,6 @@ from flexengine.errors import InvalidInput
 from flexengine.plan.formatting import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
-_NOTHING = "all cells that the question would show are empty"
 _LABEL_WORDS = "Yes, No, true, false, 1 or 0"
 MAX_CHOICES = 1000  # values of a column that --closed accepts
 
@@ -23,7 +22,7 @@ class CellQuestion:
 
     row: int  # number of the table's row
     target: str  # name of the answer; the output's columns begin with it
-    text: str  # the question, without shots; "" if all cells that it would show are empty
+    text: str  # the question, without shots; "" if all cells that it would show, or those of one side, are empty
     answer: str | None = None  # the true answer; None if it is unknown
     cell: str | None = None  # text of the imputed cell; None if it is empty
     group: str = ""
@@ -43,7 +42,9 @@ def questions_of(table: FileTable, spec: Spec, examples: bool = False) -> TableQ
     asked = list(_BUILDERS[spec.task](table, spec, examples))
     questions = [question for question in asked if question.text]
     reasons = {row: record.fault for row, record in enumerate(table.records) if record.fault}
-    reasons |= {question.row: _NOTHING for question in asked if not question.text}
+    side = " of one side" if spec.task in (MATCH, SCHEMA) else ""
+    nothing = f"all cells that the question would show{side} are empty"
+    reasons |= {question.row: nothing for question in asked if not question.text}
     lines = {row: table.records[row].line for row in reasons}
     faults = {row: f"line {lines[row]}: {why}" if lines[row] else why for row, why in sorted(reasons.items())}
     if examples and faults:
@@ -108,12 +109,14 @@ def _schema(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuesti
     label = _label(table, spec, spec.label, examples)
     for row, record in table.readable():
         if plain:
-            left, right = (cell_text(record.fields[side]) or spec.missing for side in ("left", "right"))
+            left, right = (cell_text(record.fields[side]) for side in ("left", "right"))
         else:
-            parts = zip((LEFT, RIGHT), columns, strict=True)
-            left, right = (serialised(record.fields, names, spec.missing, side) for side, names in parts)
+            left, right = (
+                serialised(record.fields, names, spec.missing, side) if _shows_any(record.fields, names, side) else None
+                for side, names in zip((LEFT, RIGHT), columns, strict=True)
+            )
         text = f"A is {left}. B is {right}. Are A and B the same? Yes or No?"
-        yield CellQuestion(row, SCHEMA, text, label(row))
+        yield CellQuestion(row, SCHEMA, text if left and right else "", label(row))
 
 
 def _impute(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:

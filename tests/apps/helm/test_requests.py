@@ -54,6 +54,15 @@ def test_chat_templates() -> None:
         encoding(apply_chat_template=True)
 
 
+@pytest.mark.parametrize("prompt", ["", " ", "\n"])
+def test_blank_prompts_are_sent_as_they_are(prompt: str) -> None:
+    """As HELM's HuggingFaceClient sends them, unlike the rows of other jobs: HELM ends a whole run at a request that
+    fails."""
+    assert row_of({**PLAIN, "prompt": prompt}, encoding())["prompt_token_ids"] == ids(prompt)
+    chat = row_of({**PLAIN, "prompt": prompt}, encoding(template=True))
+    assert chat["prompt_token_ids"] == ids(f"user:{prompt};bot:")
+
+
 def test_special_tokens_and_many_strings_that_stop() -> None:
     row = row_of({**PLAIN, "stop_sequences": ["</s>", *map(str, range(20))]}, encoding())
     assert row["stop_token_ids"] == [1]

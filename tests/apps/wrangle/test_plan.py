@@ -181,6 +181,17 @@ def test_schema(tmp_path: Path, text: str, left: str) -> None:
     assert plan.prompts == (f"A is {left}. B is {right}. Are A and B the same? Yes or No?",)
 
 
+@pytest.mark.parametrize("text", [
+    'left,right\n"",b\na,\n" ",\na,b\n', 'left_x,left_y,right_x\n"","",b\na,a,\n\u200b,,\n"",a,b\n',
+])  # fmt: skip
+def test_schema_without_a_side(tmp_path: Path, text: str) -> None:
+    plan = plan_of(tmp_path, "schema", text)
+    assert [question.row for question in plan.questions] == [3]
+    assert list(plan.asked.faults.values()) == [
+        f"line {line}: all cells that the question would show of one side are empty" for line in (2, 3, 4)
+    ]
+
+
 def test_schema_of_two_tables(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "schema", "town\nrome\n", "city\nbern\n")
     assert plan.prompts == (
