@@ -24,6 +24,7 @@ def parse_size(text: str | int, option: str) -> int:
     Raises:
         InvalidInput: the text is no positive size; the message names the option.
     """
+    text = as_whole(text)
     if isinstance(text, int) and not isinstance(text, bool):
         size: float = text
     else:

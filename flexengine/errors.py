@@ -21,6 +21,17 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def size_within(nbytes: int, up: bool = True) -> str:
+    """Return bytes as `size` does, as a limit: never less than the bytes, or never more if not `up`."""
+    step = 10 ** max(0, len(str(nbytes)) - 3)
+    return size((-(-nbytes // step) if up else nbytes // step) * step)
+
+
+def size_option(nbytes: int, up: bool = True) -> str:
+    """Return the limit `size_within` as the value of an option, such as 1.24GB, which `config.parse_size` reads."""
+    return re.sub("[ ,]", "", size_within(nbytes, up))
+
+
 def digits(x: float) -> str:
     """Return about three significant digits of a number, such as 0.123, 1.23 or 1,234."""
     places = 2 if x < 9.995 else 1 if x < 99.95 else 0
@@ -72,16 +83,16 @@ class OutOfMemory(FlexError, MemoryError):
 
 ONE_SEQUENCE = "the KV cache of one sequence"  # `OutOfMemory.what` begins with this text if shorter rows would fit
 _OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more",
-            "disk": "set --offload-dir to a directory with {} bytes free"}  # fmt: skip
+            "disk": "set --offload-dir to a directory with {} free"}  # fmt: skip
 
 
 def _option(tier: str, nbytes: int, engines: int) -> str:
     """Return the option that gives a tier as many bytes. engines: engines that share attention workers."""
     if place_of(tier).worker:
         each = f", of which each of {engines} processes gets a part" if engines > 1 else ""
-        return f"set --worker-mem {nbytes * engines} or more{each}"
-    further = f"set --offload-dir (the directory of {tier}) to one with {{}} bytes free"
-    return _OPTIONS.get(tier, further).format(nbytes)
+        return f"set --worker-mem {size_option(nbytes * engines)} or more{each}"
+    further = f"set --offload-dir (the directory of {tier}) to one with {{}} free"
+    return _OPTIONS.get(tier, further).format(size_option(nbytes))
 
 
 class TooLittle(OutOfMemory):
@@ -112,7 +123,7 @@ class TooLittle(OutOfMemory):
         needs = " and ".join(
             f"{t} memory: at least {size(n)} are needed ({parts[t]}), {available[t]}" for t, n in least.items()
         )
-        remedy = " and ".join(_option(t, n, engines) for t, n in least.items())
+        remedy = " and ".join(dict.fromkeys(_option(t, n, engines) for t, n in least.items()))
         self.args = (f"{needs}, too little for {what}; {remedy}",)
 
 

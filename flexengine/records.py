@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
-from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown
+from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown, size
 from flexengine.words import command_words, python_words
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise InvalidInput(f"{what} {path} cannot be read: {error.strerror}") from error
     if len(raw) > _MAX_JSON_BYTES:
-        raise InvalidInput(f"{what} {path} has more than {_MAX_JSON_BYTES:,} bytes; give the name of a {what}")
+        raise InvalidInput(f"{what} {path} has more than {size(_MAX_JSON_BYTES)}; give the name of a {what}")
     try:
         values = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

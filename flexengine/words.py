@@ -21,7 +21,7 @@ _NAMES = {
     "layer-bits": "weights",
 }
 # Commands with their options stay as they are, as do the user's own texts: in quotes, and paths. An option may be
-# followed by its name in Python, or by a number.
+# followed by its name in Python, by a number, or by a size, which is text in Python.
 _WORDS = re.compile(
     r"(?P<kept>[^\s(]*\bconfig\.json:? [^\n]*?(?=correct it)"  # values of JSON
     r"|(?:flexengine|gguf-split|pip) [a-z-]+(?: (?!or\b|and\b)[^\s;,()]+)*"
@@ -30,7 +30,7 @@ _WORDS = re.compile(
     r'|"(?:[^"\\]|\\.)*"'
     r"|(?<![^\s(])(?!--)[^\s(/]*/\S*)"
     r"|--[a-z][a-z-]*(?: '[^']*'| [^\s();]+)? \((?P<python>[^()]+) in Python\)"
-    r"|(?<![\w-])--(?!ulimit|again)(?P<option>[a-z][a-z-]*[a-z])(?P<number> (?=\d))?"
+    r"|(?<![\w-])--(?!ulimit|again)(?P<option>[a-z][a-z-]*[a-z])(?P<number> (?=\d)(?P<size>[\d.]+(?:[kMGT]i?B?|B)\b)?)?"
     r"|\b(?P<before>(?:is|are|or|to|be|holds) (?=null\b)|(?:is|to) (?=(?:true(?! or false)|false)\b))"
     r"(?P<value>null|true|false)"
     r"|\btrue or false\b"
@@ -66,7 +66,9 @@ def _in_python(text: str) -> str:
 def _worded(found: re.Match[str]) -> str:
     if (kept := found["kept"] or found["python"]) is not None:
         return kept
-    if (name := found["option"]) is not None:
+    if (name := found["option"]) is not None and found["size"]:
+        return f"{name.replace('-', '_')}='{found['size']}'"
+    if name is not None:
         return _NAMES.get(name, name.replace("-", "_")) + "=" * bool(found["number"])
     return (found["before"] or "") + _VALUES[found["value"]]
 

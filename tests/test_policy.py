@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.config import SamplingParams, parse_size
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, size_option
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.records import read
 from flexengine.schedule.place import assign_tiers, place_groups
+from flexengine.words import command_words, in_python
 from tests.helpers.strategies import RANDOMS
 
 
@@ -40,6 +41,16 @@ def test_parse_size_refuses(text: Any) -> None:
 def test_parse_size_refuses_other_values(value: Any, shown: str) -> None:
     with pytest.raises(InvalidInput, match=rf"--host-mem is {shown}; it must be a number of bytes"):
         parse_size(value, "--host-mem")
+
+
+@pytest.mark.parametrize("nbytes", [1, 999, 1001, 12_345, 999_500, 999_999, 1_234_567_890, 10**12 + 1, 10**16 - 1])
+def test_a_size_of_a_remedy_can_be_given_and_is_enough(nbytes: int) -> None:
+    more, less = size_option(nbytes), size_option(nbytes, up=False)
+    assert 0.99 * nbytes - 1 < parse_size(less, "it") <= nbytes <= parse_size(more, "it") < 1.01 * nbytes + 1
+    assert len(more) <= len("12.3GB") or nbytes > 10**15
+    with command_words():
+        assert in_python(f"set --device-mem {more} or more") == f"set --device-mem {more} or more"
+    assert in_python(f"set --device-mem {more} or more") == f"set device_mem='{more}' or more"
 
 
 @pytest.mark.parametrize("text", ["0", "0.0G", 0, -7, "99999999T", 10**400, "9" * 5000])
@@ -222,7 +233,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 
 def test_a_file_without_an_end() -> None:
-    with pytest.raises(InvalidInput, match=r"^policy file /dev/zero has more than 10,000,000 bytes; "):
+    with pytest.raises(InvalidInput, match=r"^policy file /dev/zero has more than 10\.0 MB; "):
         Policy.load("/dev/zero")
 
 

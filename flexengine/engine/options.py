@@ -17,7 +17,7 @@ from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.config import named_dtype
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
-from flexengine.records import Limit, check, check_argument, refuse
+from flexengine.records import Limit, as_whole, check, check_argument, refuse
 from flexengine.tier.base import Tier
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine, resolved
 from flexengine.words import python_words
@@ -50,6 +50,7 @@ def _directories(name: str, value: Any) -> Any:
 
 
 def _workers(name: str, value: Any) -> Any:
+    value = as_whole(value)
     if isinstance(value, bool) or not isinstance(value, int | Sequence) or value == "":
         refuse(name, value, "a number of processes, or a list of addresses HOST:PORT")
     return value

@@ -200,7 +200,7 @@ def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
 
 def _is_one(value: object) -> bool:
     """Return whether a value is text or at least one token id, not a list of these."""
-    return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], int))
+    return isinstance(value, str) or (isinstance(value, Sequence) and any(isinstance(whole(v), int) for v in value[:1]))
 
 
 def _row(index: int, context: Any, continuation: Any) -> Row:

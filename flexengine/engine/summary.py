@@ -11,7 +11,7 @@ from flexengine.activity import Activity, Listener, RunningActivity, minutes
 from flexengine.lossy import EXACT, Lossy
 from flexengine.places import disks_of
 from flexengine.plan.feedback import PlanReport
-from flexengine.plan.formatting import digits, percent, size
+from flexengine.plan.formatting import pace, percent, size
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 
@@ -275,13 +275,13 @@ class SweepReports:
             details.append(f"reading weights {percent(loaded)}")
         if rate and self._is_steady:
             details.append(f"{minutes(max(0.0, p.most - tokens) / rate)} left")
-            details.append(f"{digits(rate)} tok/s")
+            details.append(pace(rate, "tok"))
         if read is not None and read >= MIN_DISK_RATE:
             details.append(f"disk {disk_rate(read, self.best)}")
         ended = p.rows + p.failed - self._finished
         self._endings, self._ended = self._endings + (ended > self._ended), ended
         if self._endings >= MIN_ENDINGS and now - self._began >= MIN_RATE_SECONDS:
-            details.append(f"{digits(ended / (now - self._began))} rows/s")
+            details.append(pace(ended / (now - self._began), "rows"))
         if share is not None and now - self._swept >= LONG_SWEEP_SECONDS:
             details.append(f"sweep {p.sweeps + 1}: {percent(share)}")
         self._work.update(tokens, p.most, tuple(details))

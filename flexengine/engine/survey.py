@@ -58,7 +58,7 @@ class Refused:
             InvalidInput: the file has no row that can be run.
         """
         if not workload.count:
-            raise InvalidInput(f"{name} has no row that can be run; {self if self.count else 'it is empty'}")
+            raise InvalidInput(f"{name} has no row that can be run; {self}")
         if self.count:
             message(str(self))
 

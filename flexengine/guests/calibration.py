@@ -19,7 +19,7 @@ from flexengine.codec.packed import CODECS
 from flexengine.config import Result
 from flexengine.engine.calibrator import Calibrator, Score
 from flexengine.engine.core import Core
-from flexengine.errors import BadCheckpoint, BudgetTooSmall, InvalidInput
+from flexengine.errors import BadCheckpoint, BudgetTooSmall, InvalidInput, size_within
 from flexengine.guests.flash import traces
 from flexengine.guests.flash.traces import Magnitudes
 from flexengine.lossy import BUNDLED, Lossy, weights_text
@@ -192,8 +192,8 @@ class Bits:
         least = self.rest + sum(min(sizes.values()) for sizes in self.layers)
         if self.budget < (min(least, self.exact) if None in found else least):
             raise BudgetTooSmall(
-                f"the budget is {self.budget:,} bytes, but the weights of {core.source.name} take"
-                f" at least {least:,}, with all layers in {FORMATS[-1]}, and embedding and output"
+                f"the budget is {size_within(self.budget, up=False)}, but the weights of {core.source.name} take"
+                f" at least {size_within(least)}, with all layers in {FORMATS[-1]}, and embedding and output"
                 " projection in int8; raise the budget"
             )
 

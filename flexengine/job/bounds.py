@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from flexengine.errors import InvalidInput, library_faults, shown
+from flexengine.errors import InvalidInput, library_faults, shown, size_within
 
 
 def check_known(ids: Sequence[int], tokenizer: Any, vocabulary: int | None) -> None:
@@ -64,7 +64,7 @@ class BoundedTokenizer:
             raise InvalidInput(f"{fault}; shorten it")
         if len(text) > self._most:
             fault = f"text of {len(text):,} characters is more than the {self._most:,} that are tokenized at once"
-            more = f", or give the engine {BYTES_PER_CHARACTER * len(text):,} bytes of RAM" * (
+            more = f", or give the engine {size_within(BYTES_PER_CHARACTER * len(text))} of RAM" * (
                 len(text) <= MOST_CHARACTERS
             )
             raise InvalidInput(f"{fault}; cut it into several rows{more}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flexengine.config import cache_root, sync_path
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, size, size_within
 
 STDIN = "/dev/stdin"
 _NUMBERS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
@@ -146,17 +146,17 @@ def full_disk(error: OSError, directory: str | os.PathLike[str], needed: int = 0
         free, device = shutil.disk_usage(place).free, place.stat().st_dev
     except OSError:
         return f"the disk of {place} is full; free space there"
-    parts = [f"the disk of {place} is full: {free:,} bytes are free"]
+    parts = [f"the disk of {place} is full: {size_within(free, up=False)} are free"]
     if needed:
-        parts[0] += f", about {needed:,} are needed"
+        parts[0] += f", about {size_within(needed)} are needed"
     if error.errno == errno.EDQUOT:
         parts.append("your quota may allow less")
     if own is not None:
-        parts.append(f"the journal {own} takes {size_of(own):,} bytes, and must be kept, as it holds the results")
+        parts.append(f"the journal {own} takes {size(size_of(own))}, and must be kept, as it holds the results")
     with suppress(OSError, InvalidInput):
         root = cache_root()
         if root.stat().st_dev == device and (total := sum(size_of(path) for path in root.rglob("*") if path.is_file())):
-            parts.append(f"the cache {root} takes {total:,} bytes, and may be deleted while no job runs")
+            parts.append(f"the cache {root} takes {size(total)}, and may be deleted while no job runs")
     return "; ".join([*parts, "free space there"])
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from flexengine.errors import InvalidInput, json_fault, json_kind
+from flexengine.errors import InvalidInput, json_fault, json_kind, size
 from flexengine.job.inputs import InputFile, ReadRows
 from flexengine.job.row_fields import RowRules, with_numbers
 from flexengine.job.rows import PROMPT_KINDS, Row
@@ -210,7 +210,7 @@ class _Text:
             if len(self._text) - self._at > self._most:
                 raise self.invalid(f"the row {too_long(self._most)}")
             if sys.getsizeof(self._text) > 2 * self._most:
-                raise self.invalid(f"the row takes over {2 * self._most:,} bytes in memory")
+                raise self.invalid(f"the row takes over {size(2 * self._most)} in memory")
             if fault := too_many(self._text[self._at :].encode("utf-8", "surrogateescape")):
                 raise self.invalid(f"the row {fault}")
             self._more(step)
@@ -257,7 +257,7 @@ class _Text:
 
 def too_long(most: int) -> str:
     """Return the fault of a line or record of over `most` bytes."""
-    return f"is longer than {most:,} bytes"
+    return f"is longer than {size(most)}"
 
 
 def too_wide(raw: bytes | bytearray) -> str | None:
@@ -273,7 +273,7 @@ def too_wide(raw: bytes | bytearray) -> str | None:
     if wide + 5 * controls <= 2 * MAX_LINE_BYTES:
         return None
     named = f"{controls:,} control characters" if 5 * controls > wide else f"characters of {width} bytes each"
-    return f"takes over {2 * MAX_LINE_BYTES:,} bytes in memory, with {named}; shorten it"
+    return f"takes over {size(2 * MAX_LINE_BYTES)} in memory, with {named}; shorten it"
 
 
 def utf8_fault(raw: bytes) -> str | None:

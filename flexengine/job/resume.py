@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from flexengine.activity import activity, advance, message
 from flexengine.config import Result
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, size
 from flexengine.job.files import descriptor, explained, file_state, full_disk, size_of, whole_file
 from flexengine.job.inputs import InputRows
 from flexengine.job.journal import DONE, FAILED, Journal
@@ -198,7 +198,7 @@ class JournalJob(JobStore):
         if self.journal.damaged and not restart:
             again = "their rows are run again" if self.journal.manifest else "the job starts over"
             try:
-                message(f"journal {path} was damaged: {self.journal.dropped_bytes:,} bytes at its end dropped, {again}")
+                message(f"journal {path} was damaged: {size(self.journal.dropped_bytes)} at its end dropped, {again}")
             except BaseException:  # of a listener
                 self.journal.close()
                 raise

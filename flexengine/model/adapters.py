@@ -14,14 +14,10 @@ import greenlet
 import torch
 from torch import Tensor
 
-from flexengine.errors import UnsupportedModel
-
 
 def adapt(model: Any, attend: Any) -> None:
     """Replace the attention of a model of a family in `build.ADAPTERS` by `attend`, an attention function."""
     kind = model.config.model_type
-    if kind == "bloom" and model.dtype != torch.float32:
-        raise UnsupportedModel(f"BLOOM's positions do not fit {model.dtype}; set dtype to float32")
     for module in model.modules():
         if type(module).__name__.endswith("Attention") and hasattr(module, "_attn"):
             module._attn = MethodType(_scores(kind, module, attend), module)

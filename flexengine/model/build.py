@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexengine.errors import UnsupportedModel
+from flexengine.errors import UnsupportedModel, size, size_within
 from flexengine.model.checkpoint import Loading
 from flexengine.model.config import coupled_rope, load_config
 from flexengine.model.forward import ATTENTION, Attend, Layer, PausingEmbedding, PausingHead, PausingLayer, attend
@@ -52,13 +52,19 @@ def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_co
         skeleton.queries_apart = separable(calls)
         _restore_buffers(model)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{name}: {error}") from error
+        raise _unsupported(name, str(error), config) from error
     except Exception as error:
         reason = f"a trial pass without weights failed ({error or type(error).__name__})"
         if "meta" in str(error):
             reason = "its forward pass reads tensor values, so it cannot be checked on the meta device"
-        raise UnsupportedModel(f"{name}: {reason}") from error
+        raise _unsupported(name, reason, config) from error
     return skeleton
+
+
+def _unsupported(name: str, reason: str, config: Any) -> UnsupportedModel:
+    from flexengine.model.config_faults import odd_sizes  # few models are refused
+
+    return UnsupportedModel(f"{name}: {reason}{odd_sizes(config)}")
 
 
 def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -83,7 +89,7 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     except Exception as error:
         from flexengine.model.config_faults import config_fault
 
-        raise UnsupportedModel(f"{name}: {config_fault(error, config.to_dict())}") from error
+        raise _unsupported(name, config_fault(error, config.to_dict()), config) from error
     if adapted:
         resolve_name(ADAPTERS[config.model_type])(model, attend)
         model.config._attn_implementation = ATTENTION  # else transformers makes masks
@@ -198,8 +204,8 @@ def _trial(skeleton: Skeleton) -> None:
 
 def _restore_buffers(model: Any) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies), as the meta device has no values."""
-    if (size := sum(b.nbytes for b in model.buffers())) > _BUFFERS:
-        raise UnsupportedModel(f"its buffers take {size:,} bytes, more than {_BUFFERS:,}; its config cannot be right")
+    if (taken := sum(b.nbytes for b in model.buffers())) > _BUFFERS:
+        raise UnsupportedModel(f"its buffers take {size_within(taken)}, over {size(_BUFFERS)}; correct its config")
     for module in model.modules():
         own = {k: module._buffers.get(k) for k in module._non_persistent_buffers_set}
         lost = {k: b for k, b in own.items() if b is not None and b.is_meta}

@@ -36,6 +36,12 @@ _FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is buil
 _BARE_LAYERS, _BARE_EXPERTS = 1_000, 100_000  # at most without weights: about ten seconds. Kimi K2 has 23,424 experts
 # Least value of sizes that a config states, under these names or those of its family.
 _LEAST = dict.fromkeys((*_COUNTS, "num_key_value_heads", "head_dim"), 1) | {"intermediate_size": 0}
+# Families that are computed in float32 only, and why.
+_ONLY_FLOAT32 = {"bloom": "keys hold their positions, which 16 bits round"}
+# Names of other sizes, which are never negative. A window or a chunk of -1 may be one without a limit.
+SIZES = re.compile(
+    r"(dim|(?<!window_)(?<!chunk_)size|rank|inner|experts|heads|layers|width|channels|groups?|per_tok|step|scalar)$"
+)
 # Kinds of values of fields, by name, and their description.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "model_type": ((str,), 'the name of a family, such as "llama"'),
@@ -126,19 +132,30 @@ def _check_fields(path: Path, raw: Mapping[str, Any]) -> None:
             names = value if key == "architectures" and isinstance(value, list) else ()
             if (key in part and not isinstance(value, kinds)) or not all(isinstance(name, str) for name in names):
                 raise BadCheckpoint(f"{path}: {key} is {shown(value)}; it must be {must}: correct it, or {AGAIN}")
-        for name, (key, value) in stated_sizes(part).items():
-            if isinstance(value, int | float) and value < _LEAST[name]:
-                must = f"it must be at least {_LEAST[name]}: correct it, or {AGAIN}"
+        for name, own in _own_names(part).items():
+            if all(isinstance(part.get(key), int | float) for key in (own, name)) and part[own] != part[name]:
+                both = f"{own} is {part[own]}, but {name} is {part[name]}"
+                raise BadCheckpoint(f"{path}: {both}, and both name one value: remove the wrong one, or {AGAIN}")
+        least = dict.fromkeys(filter(SIZES.search, part), 0)
+        least |= {key: _LEAST[name] for name, (key, _) in stated_sizes(part).items()}
+        for key, fewest in least.items():
+            if isinstance(value := part[key], int | float) and value < fewest:
+                must = f"it must be at least {fewest}: correct it, or {AGAIN}"
                 raise BadCheckpoint(f"{path}: {key} is {shown(value)}; {must}")
 
 
 def stated_sizes(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return the key and the value of each size of _LEAST that a config states, by the size's usual name."""
+    own = _own_names(values)
+    return {name: (key, values[key]) for name in _LEAST for key in (own.get(name, name), name) if key in values}
+
+
+def _own_names(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return a config's own names of values that have usual names, too, by these. transformers reads both."""
     from transformers import CONFIG_MAPPING
 
     kind = values.get("model_type")
-    own: dict[str, str] = CONFIG_MAPPING[kind].attribute_map if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
-    return {name: (key, values[key]) for name in _LEAST for key in (own.get(name, name), name) if key in values}
+    return dict(CONFIG_MAPPING[kind].attribute_map if isinstance(kind, str) and kind in CONFIG_MAPPING else {})
 
 
 def check_backed(path: Path, size: tuple[int, int], elements: list[int]) -> None:
@@ -240,11 +257,17 @@ def quantisation(raw: Mapping[str, Any]) -> str:
 
 
 def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:
-    """Return the requested compute dtype, or the default: float32 on cpu and sim, the checkpoint's dtype on cuda."""
-    if (dtype := named_dtype(requested)) is not None:
+    """Return the requested compute dtype, or the default: float32 on cpu and sim, the checkpoint's dtype on cuda, or
+    float32 if the model cannot be computed in the checkpoint's. Raise UnsupportedModel if a requested one cannot be."""
+    own, asked = getattr(config, "dtype", None), named_dtype(requested)
+    dtype = asked or (own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32)
+    if dtype == torch.float32 or (why := _ONLY_FLOAT32.get(config.model_type)) is None:
         return dtype
-    own = getattr(config, "dtype", None)
-    return own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32
+    fault = f"{config.model_type} cannot be computed in {str(dtype).removeprefix('torch.')}, as {why}"
+    if asked is not None:
+        raise UnsupportedModel(f"{fault}; set --dtype to float32, or leave it out")
+    message(f"{fault}: it is computed in float32")
+    return torch.float32
 
 
 def named_dtype(requested: str | None) -> torch.dtype | None:

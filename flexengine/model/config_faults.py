@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexengine.errors import shown
-from flexengine.model.config import entries, stated_sizes
+from flexengine.model.config import SIZES, entries, stated_sizes
 from flexengine.model.files import AGAIN
 
 # What transformers calls kinds.
@@ -28,6 +28,21 @@ def config_fault(error: Exception, values: Mapping[str, Any]) -> str:
     if keys:
         return f"config.json sets {keys[0]} to {name!r}, which transformers does not know; correct it"
     return f"config.json lacks {name!r}, or sets it to what transformers does not know ({type(error).__name__})"
+
+
+def odd_sizes(config: Any) -> str:
+    """Return the sizes of a transformers config that are 0 or less, and not so by default, as the end of a message on
+    why the model cannot be computed; "" if there are none. Some models may have such a size."""
+    try:
+        changed = config.to_diff_dict()
+    except Exception:  # the defaults of some families contradict themselves
+        return ""
+    odd = [
+        f"{key} to {value}"
+        for key, value in entries(changed)
+        if type(value) in (int, float) and value <= 0 and (SIZES.search(key) or key.endswith("window"))
+    ]
+    return f"; config.json sets {' and '.join(odd)}, which may be why: correct it" if odd else ""
 
 
 def _field_fault(text: str, values: Mapping[str, Any]) -> str:

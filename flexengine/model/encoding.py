@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flexengine.activity import activity, advance, tick
 from flexengine.codec.forms import FORMS, WeightFormat, make_form
-from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.errors import BadCheckpoint, InvalidInput, size
 from flexengine.model.checkpoint import Origin, read_header
 from flexengine.model.prepare import fingerprint, prepared
 from flexengine.model.shards import TensorFiles, TensorPart, check_finite, check_room
@@ -123,7 +123,7 @@ def encoded(
         total = sum(chosen[name].nbytes for name in missing)
         check_room(directory, "encoded weights", total)
         read = sum(stored[name].nbytes for name in missing)
-        sizes = f"{read / 1e9:.2f} GB become {total / 1e9:.2f} GB"
+        sizes = f"{size(read)} become {size(total)}"
         text = f"encoding {len(missing)} matrices, once for this model and format ({sizes})"
         pieces = (piece for name in missing for piece in _pieces(name, stored[name], chosen[name]))
         shapes = {name: chosen[name].shape for name in missing}

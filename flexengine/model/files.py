@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flexengine.errors import BadCheckpoint, json_fault, json_kind
+from flexengine.errors import BadCheckpoint, json_fault, json_kind, size, size_within
 from flexengine.system.read_retries import opened
 
 # Files of weights, with the function that returns a checkpoint's files and what converts them to safetensors, as
@@ -105,8 +105,8 @@ def check_content(file: Path) -> None:
 def read_limited(file: Path, most: int) -> bytes:
     """Return the content of a file. Raise BadCheckpoint if it is not regular, over `most` bytes or not readable."""
     try:
-        if (size := model_file(file).stat().st_size) > most:
-            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
+        if (taken := model_file(file).stat().st_size) > most:
+            raise BadCheckpoint(f"{file} has {size_within(taken)}; at most {size(most)} are read")
         with opened(file) as stream:
             return stream.read()
     except OSError as error:

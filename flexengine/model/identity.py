@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.activity import activity, advance
+from flexengine.errors import size
 from flexengine.model.checkpoint import read_header
 from flexengine.model.files import SUFFIXES
 from flexengine.model.source import ModelSource
@@ -47,7 +48,7 @@ def marks(files: Mapping[str, Path], loaded: Collection[Path], known: Mapping[st
         known: earlier marks. A file whose size, time and samples equal those of its earlier mark is not hashed again.
     """
     total = sum(path.stat().st_size for path in files.values())
-    text = f"hashing the model's files, to notice a change when the job is continued ({total / 1e9:.2f} GB)"
+    text = f"hashing the model's files, to notice a change when the job is continued ({size(total)})"
     with activity("hashing", text, len(files), "files"):
         marks = dict[str, dict[str, Any]]()
         for name, path in files.items():

@@ -27,7 +27,7 @@ from threading import Event
 
 from flexengine.activity import activity, advance, tick
 from flexengine.config import cache_root, mark_used, sync_path
-from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.errors import BadCheckpoint, InvalidInput, size
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums, write_sums
 from flexengine.system.read_retries import opened
 
@@ -93,7 +93,7 @@ def digests(files: Sequence[Path]) -> list[str]:
     if not unknown:
         return [str(digest) for digest in known]
     total = sum(file.stat().st_size for file in unknown)
-    text = f"hashing the model's files, once, to find what was made from the same content ({total / 1e9:.2f} GB)"
+    text = f"hashing the model's files, once, to find what was made from the same content ({size(total)})"
     ended = Event()
     level, threads = logging.INFO if total > _LONG else logging.DEBUG, min(_HASHERS, os.cpu_count() or 1)
     with activity("hashing", text, total, "B", level), ThreadPoolExecutor(threads) as pool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexengine.activity import activity
-from flexengine.errors import BadCheckpoint, OutOfMemory
+from flexengine.errors import BadCheckpoint, OutOfMemory, size
 from flexengine.model.checkpoint import DTYPES
 from flexengine.system.read_retries import located
 
@@ -107,7 +107,7 @@ def write_shards(source: Path, directory: Path, nbytes: int, tensors: Iterable[S
     """
     check_room(directory, f"weights of {source}", nbytes)
     kind = "file" if source.is_file() else "model"
-    text = f"converting {source.name} to safetensors, once for this {kind} ({nbytes / 1e9:.2f} GB)"
+    text = f"converting {source.name} to safetensors, once for this {kind} ({size(nbytes)})"
     held, shard_of = list[StoredTensor](), dict[str, int]()  # tensors of the next shard, and shards by tensor
     held_bytes, total_bytes, shards = 0, 0, 1
 

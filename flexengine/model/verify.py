@@ -20,7 +20,7 @@ from shlex import quote
 from typing import Any, TypeVar
 
 from flexengine.activity import activity, advance
-from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.errors import BadCheckpoint, InvalidInput, size
 from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, read_limited, regular_file, weights_in
 from flexengine.system.read_retries import opened
 
@@ -305,4 +305,4 @@ def _remedy(text: str) -> Iterator[None]:
 def _reading(name: str, text: str, files: Iterable[Path]) -> AbstractContextManager[Any]:
     """Report the block as an activity that reads these files."""
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    return activity(name, f"{text} ({total / 1e9:.2f} GB)", total, "B")
+    return activity(name, f"{text} ({size(total)})", total, "B")

@@ -5,6 +5,8 @@ from flexengine.errors import size as size
 from flexengine.places import Lane, lane_of
 
 BAR_CHARACTERS = 40  # length of a bar in a report
+MIN_RATED = 2  # rows or tokens from which there is a rate
+MIN_PER_SECOND = 0.01  # lower rates are shown per hour
 
 
 def clock(seconds: float) -> str:
@@ -21,6 +23,16 @@ def duration(seconds: float) -> str:
         if seconds >= 0.9995 * factor:
             return f"{digits(seconds / factor)} {unit}"
     return f"{digits(seconds * 1e9)} ns" if seconds > 0 else "0 s"
+
+
+def rate(number: float, seconds: float, unit: str) -> str:
+    """Return a number in some seconds as a rate, such as 12.3 rows/s; "" if it is below MIN_RATED, or took no time."""
+    return pace(number / seconds, unit) if number >= MIN_RATED and seconds > 0 else ""
+
+
+def pace(rate: float, unit: str) -> str:
+    """Return a rate per second as text, per hour if it is low: 12.3 rows/s, 18.0 rows/h."""
+    return f"{digits(rate)} {unit}/s" if rate >= MIN_PER_SECOND else f"{digits(3600 * rate)} {unit}/h"
 
 
 def count(number: int, one: str, many: str) -> str:

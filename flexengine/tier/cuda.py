@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexengine.activity import message
-from flexengine.errors import OutOfMemory
+from flexengine.errors import OutOfMemory, size
 from flexengine.system.limits import usable_memory
 from flexengine.tier.base import Ledger, Region
 from flexengine.tier.machine import Machine
@@ -48,8 +48,8 @@ class PinnedTier(MemoryTier):
             raise OutOfMemory(self.name, what, nbytes, remedy="lower --host-mem, or end what else takes memory")
         if not self._warned:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-            most = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
-            message(f"host memory cannot be locked ({what}, {nbytes:,} bytes: {error}), so copies to and from the GPU"
+            most = "unlimited" if limit == resource.RLIM_INFINITY else size(limit)
+            message(f"host memory cannot be locked ({what}, {size(nbytes)}: {error}), so copies to and from the GPU"
                     f" are slower; the limit of locked memory is {most}: raise it by ulimit -l, in a container by"
                     " --ulimit memlock=-1", logging.WARNING)  # fmt: skip
         self._warned = True

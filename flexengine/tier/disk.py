@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.errors import size as size_text
 from flexengine.kernels import load as load_kernels
 from flexengine.system.limits import usable_cores
 from flexengine.tier.base import ALIGN, Ledger, Region, Tier, aligned
@@ -97,9 +98,9 @@ class DiskTier(Tier):
             os.posix_fallocate(self._spill.cached, self._end, max(size, ALIGN))
         except OSError as error:
             error.filename = str(self.directory)
-            raise InvalidInput(f"{self.name}: {self.directory}: no room for {size:,} bytes of {what}: {error}; another"
-                               " process may use the space: run the same command again when there is room, or give"
-                               " another --offload-dir") from error  # fmt: skip
+            remedy = "another process may use the space: run the same command again when there is room, or give another"
+            fault = f"{self.name}: {self.directory}: no room for {size_text(size)} of {what}: {error}"
+            raise InvalidInput(f"{fault}; {remedy} --offload-dir") from error
         self._end += size
         return self._spill, self._end - size
 

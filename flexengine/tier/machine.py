@@ -22,7 +22,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from flexengine.activity import message
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, size_within
 from flexengine.places import MOST_DISKS, Routes, disks_of, place_names, place_of
 from flexengine.plan.hardware import Capacity
 from flexengine.records import Limit, check
@@ -268,11 +268,11 @@ def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None, gpu: i
     sizes = [("--device-mem", device_mem or 0, device), ("--host-mem", host_mem or 0, ram)]
     if kind == "sim":
         sizes.append(("--device-mem and --host-mem together", (device_mem or 0) + (host_mem or 0), ram))
-    for option, size, (most, where) in sizes:
-        if size > most:
+    for option, given, (most, where) in sizes:
+        if given > most:
             raise InvalidInput(
-                f"{option}: {size:,} bytes are given, but {where} has {most:,}; give at most that (flexengine plan"
-                " --hardware FILE plans for other machines)"
+                f"{option}: {size_within(given)} are given, but {where} has {size_within(most, up=False)}; give at"
+                " most that (flexengine plan --hardware FILE plans for other machines)"
             )
 
 
@@ -285,8 +285,8 @@ def _ram_and_disk(ram_limit: int | None, offload_dir: Path, sharing: int, taken:
     free_ram = int(usable_memory() * HEADROOM)
     if taken >= free_ram:
         raise InvalidInput(
-            f"attention workers may take {taken:,} bytes of RAM, but {free_ram:,} are free; give a smaller"
-            " --worker-mem, or fewer workers"
+            f"attention workers may take {size_within(taken)} of RAM, but {size_within(free_ram, up=False)} are free;"
+            " give a smaller --worker-mem, or fewer workers"
         )
     usable = (free_ram - taken) // sharing
     try:

@@ -258,6 +258,8 @@ def test_token_ids_are_arrays_of_any_kind(engine: Any) -> None:
         assert engine.generate({"prompt": given}, SHORT).token_ids == expected
     scores = engine.score(ids, [[8], [9]])
     assert engine.score(np.array(ids), np.array([[8], [9]])) == scores
+    assert engine.score([5.0, 6.0, 7.0], [[8.0], [9.0]]) == scores
+    assert engine.score([5.0, 6.0, 7.0], [8.0]) == scores[0]
 
 
 def test_scalars_of_numpy_are_numbers(engine: Any, tmp_path: Path) -> None:
@@ -275,6 +277,7 @@ def test_scalars_of_numpy_are_numbers(engine: Any, tmp_path: Path) -> None:
     assert EngineOptions(device_mem=np.int64(10**9), sharing=np.int32(2), prefix_sharing=np.bool_(False)) == (
         EngineOptions(device_mem=10**9, sharing=2, prefix_sharing=False)
     )
+    assert EngineOptions(attention_workers=2.0, worker_mem=1e9).attention_workers == 2
     assert Policy(slots=np.int64(3), weights=np.array([0.5, 0.5, 0])) == Policy(slots=3, weights=(0.5, 0.5, 0))
     assert Links(h2d=np.float32(8)) == Links(h2d=8)
     assert Lossy(sparse_attention=np.float64(0.5)) == Lossy(sparse_attention=0.5)
@@ -299,7 +302,7 @@ def test_messages_name_arguments_and_none(
             Engine(directory, **options)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="max_tokens is None; it must be"):
         SamplingParams(max_tokens=None)  # type: ignore[arg-type]
-    with pytest.raises(TooLittle, match=r"; set device_mem=\d+ or more$"):
+    with pytest.raises(TooLittle, match=r"; set device_mem='[\d.]+[kM]B' or more$"):
         Engine(directory, device="cpu", device_mem="20K").generate("One", SHORT)
     variables = {"prompt": "x", "chat_template_kwargs": {"a": 1}}
     assert engine.generate(variables).error.endswith("prompt has none: send messages, as engine.chat does")

@@ -74,7 +74,7 @@ def test_a_record_over_many_lines_is_bounded(tmp_path, monkeypatch):
     rows = rows_of(tmp_path, b'prompt\n"start\n' + b"hello\n" * 50, "in.csv")
     assert [r.line for r in rows] == list(range(2, 53))
     assert [r.error is None for r in rows] == [False, *[True] * 50]
-    assert "longer than 100 bytes" in rows[0].error
+    assert "longer than 100 B" in rows[0].error
 
 
 def test_a_cell_of_many_lines(tmp_path):

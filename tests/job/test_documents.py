@@ -103,7 +103,7 @@ def test_an_element_has_the_length_of_a_line(tmp_path, monkeypatch):
     fits = '[{"prompt": "%s"}]' % ("x" * 986)
     assert len(rows_of(tmp_path, fits.encode(), "in.json")) == 1
     for text in (fits.replace("xx", "xxx", 1), '[{"prompt": "' + "x" * 3_000_000):
-        with pytest.raises(InvalidInput, match=r"line 1: the row is longer than 1,000 bytes"):
+        with pytest.raises(InvalidInput, match=r"line 1: the row is longer than 1\.00 kB"):
             rows_of(tmp_path, text.encode(), "in.json")
 
 

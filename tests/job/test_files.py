@@ -54,7 +54,7 @@ def test_what_may_be_given_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "words"), [
-    (errno.ENOSPC, "bytes are free"), (errno.EIO, "the file cannot be written: Input/output error"),
+    (errno.ENOSPC, "B are free"), (errno.EIO, "the file cannot be written: Input/output error"),
 ])  # fmt: skip
 def test_a_failed_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str) -> None:
     """Python names no file in errors of `write` and `fsync`. The old file stays, and nothing else."""

@@ -95,7 +95,7 @@ def test_a_huge_line_is_one_error_row(tmp_path, monkeypatch, name):
     rows = rows_of(tmp_path, "\n".join([*head, small, huge, small, exact, huge]).encode(), name)
     assert [r.error is None for r in rows] == [True, False, True, True, False]
     assert [r.line - len(head) for r in rows] == [1, 2, 3, 4, 5]
-    assert all("1,000 bytes" in r.error for r in rows if r.error)
+    assert all("1.00 kB" in r.error for r in rows if r.error)
 
 
 def test_text_files(tmp_path):
@@ -260,8 +260,8 @@ def test_a_row_of_wide_characters_is_bounded_in_memory(tmp_path, monkeypatch, na
     over = [row.error is not None for row in rows]
     assert over == [False, False, True, False, False, False]
     (row,) = rows_of(tmp_path, b"\0" * 500, "in.txt")
-    assert row.error == "line 1: takes over 2,000 bytes in memory, with 500 control characters; shorten it"
-    assert "takes over 2,000 bytes in memory, with characters of 4 bytes each" in rows[2].error
+    assert row.error == "line 1: takes over 2.00 kB in memory, with 500 control characters; shorten it"
+    assert "takes over 2.00 kB in memory, with characters of 4 bytes each" in rows[2].error
 
 
 # InputRows that are scored

@@ -96,7 +96,7 @@ def test_a_small_file_with_a_huge_line_takes_little_memory(tmp_path, monkeypatch
     rows = list(InputRows(path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [row.error for row in rows] == [None, "line 2: is longer than 10,000 bytes", None]
+    assert [row.error for row in rows] == [None, "line 2: is longer than 10.0 kB", None]
     assert peak < 8_000_000
 
 
@@ -243,7 +243,7 @@ def test_a_full_temporary_directory_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("tempfile.TemporaryFile", Full)
-    with pytest.raises(InvalidInput, match=rf"the disk of {tmp_path} is full: [\d,]+ bytes are free.*set TMPDIR"):
+    with pytest.raises(InvalidInput, match=rf"the disk of {tmp_path} is full: [\d.]+ [kMGT]?B are free.*set TMPDIR"):
         InputRows("/dev/fd/" + str(os.open(written(tmp_path, b"{}"), os.O_RDONLY)))
 
 

@@ -246,7 +246,7 @@ def test_a_list_of_nulls_takes_memory_though_the_file_has_no_bytes_of_it(tmp_pat
     assert path.stat().st_size < 5000
     first, second = InputRows(path)
     assert first.fields == {"prompt": "a", "x": [None, None]}
-    assert second.error.startswith("line 2: is longer than 67,108,864 bytes, or has over 2,097,152 values")
+    assert second.error.startswith("line 2: is longer than 67.1 MB, or has over 2,097,152 values")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig
+from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, OPTConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flexengine import Engine
@@ -24,6 +24,7 @@ from flexengine.shell.commands import plan, run
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
 LLAMA = {**LlamaConfig(**SIZES).to_dict(), "architectures": ["LlamaForCausalLM"]}
 GPT2 = {**GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=32).to_dict(), "architectures": ["GPT2LMHeadModel"]}
+OPT = {**OPTConfig(**SIZES, ffn_dim=64).to_dict(), "architectures": ["OPTForCausalLM"]}
 LEAST = ("must be at least 1", "correct it, or download it again")
 NO_NUMBERS: tuple[Any, ...] = ("64", None, [64], {}, 1.5, True)
 WHOLE = ("it must be a whole number", "correct it, or download it again")
@@ -51,6 +52,11 @@ def refusal(call: Callable[[], Any]) -> str:
         (LLAMA, "head_dim", 0, LEAST),
         (LLAMA, "intermediate_size", -1, ("must be at least 0",)),
         (LLAMA, "max_position_embeddings", 0, LEAST),
+        *((OPT, "ffn_dim", value, WHOLE) for value in ("64", None, 64.5, [64], True)),
+        (OPT, "ffn_dim", -1, ("must be at least 0",)),
+        (OPT, "word_embed_proj_dim", -64, ("must be at least 0",)),
+        (GPT2, "n_inner", "64", ("a whole number or null",)),
+        (GPT2, "n_inner", -4, ("must be at least 0",)),
         (
             LLAMA,
             "num_attention_heads",
@@ -92,6 +98,27 @@ def test_an_odd_value_is_named(tmp_path: Path, base: Any, key: str, value: Any, 
 )
 def test_values_that_contradict_each_other_are_named(tmp_path: Path, base: Any, values: Any, said: str) -> None:
     assert said in refusal(lambda: build(directory(tmp_path, {**base, **values}), torch.float32))
+
+
+@pytest.mark.parametrize(("own", "usual"), [("n_embd", "hidden_size"), ("n_positions", "max_position_embeddings")])
+def test_two_names_of_one_value_must_agree(tmp_path: Path, own: str, usual: str) -> None:
+    """transformers would take one of them, whichever comes last."""
+    assert load_config(directory(tmp_path, {**GPT2, usual: GPT2[own]}), weights=False).to_dict()[own] == GPT2[own]
+    said = refusal(lambda: load_config(directory(tmp_path, {**GPT2, usual: 2 * GPT2[own]}), weights=False))
+    assert f"config.json: {own} is {GPT2[own]}, but {usual} is {2 * GPT2[own]}, and both name one value: remove" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("mixtral", "num_local_experts", 0), ("gemma2", "query_pre_attn_scalar", 0), ("gemma2", "sliding_window", -1)],
+)
+def test_a_size_that_some_models_may_have_is_named_where_it_cannot_be_computed(
+    tmp_path: Path, kind: str, key: str, value: int
+) -> None:
+    small = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}
+    values = {**CONFIG_MAPPING[kind](**SIZES, **small).to_dict(), key: value}
+    said = refusal(lambda: build(directory(tmp_path, values), torch.float32))
+    assert said.endswith(f"; config.json sets {key} to {value}, which may be why: correct it")
 
 
 def test_sizes_of_known_families_are_not_refused() -> None:

@@ -216,7 +216,7 @@ def test_json_is_read_up_to_a_size(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_text('{"a": 1}')
     assert read_json(file, 8) == {"a": 1}
-    with pytest.raises(BadCheckpoint, match="8 bytes; at most 7"):
+    with pytest.raises(BadCheckpoint, match="8 B; at most 7 B"):
         read_json(file, 7)
     with pytest.raises(BadCheckpoint, match="missing"):
         regular_file(tmp_path / "gone")

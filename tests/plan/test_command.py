@@ -134,6 +134,12 @@ def test_rows_of_a_file(line: Line) -> None:
     assert "--input-format needs the rows of a file; give --input, too" in line("--input-format", "csv", code=2)
     (line.folder / "in.jsonl").write_text("{}\n")
     assert "has no row that can be run" in line("--input", str(line.folder / "in.jsonl"), code=2)
+    (line.folder / "in.jsonl").write_text("")  # as `run --dry-run` has it
+    words = [str(line.folder / "tiny"), "--hardware", str(line.folder / "hw.json"), "--input"]
+    assert command.main([*words, str(line.folder / "in.jsonl")]) == 0
+    assert "nothing to plan: " in (said := line.capsys.readouterr()).err
+    assert said.out == ""
+    assert json.loads(line("--input", str(line.folder / "in.jsonl"), "--json")) == {"tokens": 0, "seconds": 0.0}
 
 
 @pytest.mark.parametrize("words", [("--template", "{prompt}?"), ("--chat",)])

@@ -10,7 +10,7 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
-from flexengine.errors import InvalidInput, OutOfMemory, TooLittle, size
+from flexengine.errors import InvalidInput, OutOfMemory, TooLittle, size, size_option
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import capacity_for, lay_out_given, planned, smallest
@@ -53,7 +53,7 @@ def test_a_job_runs_with_exactly_what_the_refusal_names(families: Any, tmp_path:
     with pytest.raises(TooLittle, match=r"at least [\d.]+ [kMGT]?B are needed \(.*\), 4.10 kB are given") as caught:
         runs(known.directory, rows, device_mem=4096, **options)
     least = caught.value.least["device"]
-    assert f"set device_mem={least} or more" in str(caught.value)
+    assert f"set device_mem='{size_option(least)}' or more" in str(caught.value)
     assert runs(known.directory, rows, device_mem=str(least), **options) == expected
     with pytest.raises(TooLittle) as again:
         runs(known.directory, rows, device_mem=least - 1, **options)

@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from flexengine.model.config import load_config, size_of
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
+from flexengine.shell.commands import plan
 from flexengine.worker.open_model import OpenModel, open_model
 from tests.helpers.published import MODELS
 
@@ -22,12 +24,16 @@ REFUSED = [name for name, model in MODELS.items() if model.refused]
 MAX_SECONDS = 20  # of processor time, for any plan
 
 
-def opened(tmp_path: Path, name: str) -> OpenModel:
+def written(tmp_path: Path, name: str) -> Path:
+    """Return a directory that holds only the config of a model."""
     directory = tmp_path / name
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODELS[name].fields))
-    dtype = "float32" if name.startswith("bloom") else None  # its positions do not fit float16
-    return open_model(str(directory), dtype, "cuda", weights=False)
+    return directory
+
+
+def opened(tmp_path: Path, name: str) -> OpenModel:
+    return open_model(str(written(tmp_path, name)), None, "cuda", weights=False)
 
 
 def count(model: OpenModel) -> float:
@@ -81,3 +87,38 @@ def test_each_refusal_says_why(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnsupportedModel, match=MODELS[name].refused) as caught:
         opened(tmp_path, name)
     assert name in str(caught.value)
+
+
+T4 = ("--hardware", "t4-16gb_208gb_ssd", "--prompt-tokens", "64", "--max-tokens", "8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bloom-7b1", "Qwen3-30B-A3B", "gemma-2-9b"])
+def test_the_command_plans_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert plan.main([str(written(tmp_path, name)), *T4, "--rows", "40", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["tokens"] == 40 * 8
+    said = "bloom cannot be computed in float16, as keys hold their positions, which 16 bits round: it is computed in"
+    assert (said in printed.err) == (name == "bloom-7b1")
+
+
+def test_a_dtype_that_the_family_cannot_be_computed_in_is_refused_with_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(written(tmp_path, "bloom-7b1"))
+    assert plan.main([model, *T4, "--dtype", "bfloat16"]) == 2
+    assert "bloom cannot be computed in bfloat16" in (said := capsys.readouterr().err)
+    assert "; set --dtype to float32, or leave it out" in said
+
+
+def test_a_policy_that_was_chosen_is_explained_as_it_is_without_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(written(tmp_path, "Llama-3.2-3B")), *T4, "--rows", "4", "--json", "--verbose"]
+    policy = str(tmp_path / "policy.json")
+    found = list[Any]()
+    for more in (["--save", policy], ["--policy", policy]):
+        assert plan.main([*words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["helps"]
+    assert found[1]["helps"] == found[0]["helps"]

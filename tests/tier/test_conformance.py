@@ -57,7 +57,7 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(cudart: Cudart) -> None:
     assert list(cudart.locked.values()) == [3 * ALIGN]
     said = heard.messages
     assert len(said) == 1  # once
-    assert "(layer 1, 12,288 bytes: out of memory (2))" in said[0]
+    assert "(layer 1, 12.3 kB: out of memory (2))" in said[0]
     assert "ulimit -l" in said[0]
     values = some(3 * ALIGN, torch.uint8)
     tier.store(values, homes[2])

@@ -60,12 +60,12 @@ def test_machine_refusals(
 @pytest.mark.parametrize(
     ("kind", "device", "host", "message"),
     [
-        ("cpu", 101, None, "--device-mem: 101 bytes are given, but the machine, or the cgroup .* has 100;"),
-        ("sim", 101, None, "--device-mem: 101 bytes are given, but the machine, or the cgroup .* has 100;"),
-        ("sim", None, 101, "--host-mem: 101 bytes are given, but the machine, or the cgroup .* has 100;"),
-        ("sim", 60, 41, "--device-mem and --host-mem together: 101 bytes are given"),
-        ("cuda", 51, None, "--device-mem: 51 bytes are given, but the GPU has 50;"),
-        ("cuda", 50, 101, "--host-mem: 101 bytes are given, but the machine, or the cgroup .* has 100;"),
+        ("cpu", 101, None, "--device-mem: 101 B are given, but the machine, or the cgroup .* has 100 B;"),
+        ("sim", 101, None, "--device-mem: 101 B are given, but the machine, or the cgroup .* has 100 B;"),
+        ("sim", None, 101, "--host-mem: 101 B are given, but the machine, or the cgroup .* has 100 B;"),
+        ("sim", 60, 41, "--device-mem and --host-mem together: 101 B are given"),
+        ("cuda", 51, None, "--device-mem: 51 B are given, but the GPU has 50 B;"),
+        ("cuda", 50, 101, "--host-mem: 101 B are given, but the machine, or the cgroup .* has 100 B;"),
     ],
 )
 def test_more_memory_than_there_is_is_refused(

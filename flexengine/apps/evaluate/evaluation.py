@@ -22,6 +22,7 @@ from flexengine.job.files import write_whole
 from flexengine.job.journal import Journal
 from flexengine.job.results import logprob_of
 from flexengine.job.rows import without_place
+from flexengine.plan.formatting import clock, rate
 from flexengine.records import read_object
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def note_throughput(run: Run, counts: dict[str, int], seconds: float | None, pat
         write_whole(path, (json.dumps(kept, indent=1) + "\n").encode())
     text = "seconds are unknown, as earlier calls computed some rows"
     if seconds:
-        text = f"in {seconds:.1f} s {useful / seconds:,.1f} useful and {padded / seconds:,.1f} padded tok/s"
+        found = rate(useful, seconds, "useful tok"), rate(padded, seconds, "padded tok")
+        text = ", ".join(filter(None, (f"in {clock(seconds)}", *found)))
     message(f"run {run.name}: {useful:,} useful tokens; a padded batch would compute {padded:,}; {text}")
 
 

@@ -28,6 +28,7 @@ from flexengine.engine.engine import Engine
 from flexengine.errors import FlexError, InvalidInput, library_faults, shown
 from flexengine.job.same_job import LOSSY, MODEL_FILES, differences
 from flexengine.job.templates import TemplateFault, chat_text
+from flexengine.records import as_whole
 
 RECORD = "flexengine"  # key of the model's record in the cache; keys of responses are digests
 Ids = Sequence[int]
@@ -82,6 +83,7 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         self.tokenizer = engine.tokenizer  # the model's tokenizer, of transformers
         skeleton = engine.core.skeleton
         most: int = skeleton.context_length or resolve_max_length(skeleton.config, self.tokenizer)
+        max_length = as_whole(max_length)
         if max_length is not None and not (isinstance(max_length, int) and 2 <= max_length <= most):
             raise InvalidInput(f"max_length is {shown(max_length)}; it must be from 2 to {most}, the model's context")
         self.max_length = most if max_length is None else max_length

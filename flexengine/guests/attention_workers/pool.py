@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, size_within
 from flexengine.tier.memory import aligned_buffer
 
 T = TypeVar("T")
@@ -153,8 +153,8 @@ class Records:
         nbytes += RECORD_BYTES
         if not self._pool.record(nbytes - self._booked.get(record, 0)):
             raise RecordsFull(
-                f"a message of {nbytes:,} bytes came, but page tables and questions of all engines may have"
-                f" {self._pool.records:,} bytes together; give it a larger --worker-mem"
+                f"a message of {size_within(nbytes)} came, but page tables and questions of all engines may have"
+                f" {size_within(self._pool.records, up=False)} together; give it a larger --worker-mem"
             )
         self._booked[record] = nbytes
 
@@ -193,8 +193,8 @@ def read_rate(folder: Path, memory: int) -> int:
     try:
         if (free := shutil.disk_usage(folder).free) < memory:
             raise InvalidInput(
-                f"--worker-mem is {memory:,} bytes, but the disk of {str(folder)!r} has {free:,} free"
-                " bytes; give less, or a directory of another disk"
+                f"--worker-mem is {size_within(memory)}, but the disk of {str(folder)!r} has"
+                f" {size_within(free, up=False)} free; give less, or a directory of another disk"
             )
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(MEASURED))

@@ -29,6 +29,7 @@ from flexengine.activity import activity, message
 from flexengine.config import parse_size
 from flexengine.engine.stages import ProcessGroup
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost, shown
+from flexengine.errors import size as size_text
 from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer
@@ -104,7 +105,7 @@ class WorkerTier(Tier):
         size = aligned(nbytes)
         with self.ledger.booked(size, what):
             if (handle := self.client.allocate(size)) is None:
-                held = f", as other engines hold {self.client.others:,} bytes of the worker"
+                held = f", as other engines hold {size_text(self.client.others)} of the worker"
                 raise OutOfMemory(self.name, what + held * (self.client.others > 0), size)
         self._held[handle] = size, what
         return Region(handle, 0, nbytes, dtype)
@@ -307,7 +308,8 @@ class RemoteWorker(Client):
         except WorkerLost as error:
             raise lost(f"no attention worker answers there ({error.why}); {remedy}") from error
         if self.others:
-            message(f"{self.name}: other engines hold {self.others:,} bytes of its memory; {self.memory:,} are left")
+            held, left = map(size_text, (self.others, self.memory))
+            message(f"{self.name}: other engines hold {held} of its memory; {left} are left")
         if not self.memory:
             self.close()
             why = f"other engines hold all memory of {self.name}; run the same command again when one of them has"

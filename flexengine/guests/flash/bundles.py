@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexengine.activity import activity, advance
 from flexengine.codec.records import CODED, PLAIN, RecordForm
-from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.errors import BadCheckpoint, InvalidInput, size
 from flexengine.guests.flash.feed_forward import Blocks, FeedForward
 from flexengine.model.checkpoint import Origin
 from flexengine.model.encoding import in_threads, read_part
@@ -201,8 +201,8 @@ def _write(directory: Path, works: Sequence[_Layer]) -> None:
     read, total = sum(work.stored_bytes for work in missing), sum(size for (size,) in sizes.values())
     check_room(directory, "bundles", total)
     text = (
-        f"bundling the neurons of {len(missing)} layers, once for this model and format ({read / 1e9:.2f} GB become"
-        f" {total / 1e9:.2f} GB)"
+        f"bundling the neurons of {len(missing)} layers, once for this model and format ({size(read)} become"
+        f" {size(total)})"
     )
     pieces = (piece for work in missing for piece in work.pieces())
     with (

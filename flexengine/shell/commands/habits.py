@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flexengine.errors import meant
+from flexengine.errors import alike, meant
 
 Known = Mapping[str, argparse.Action]  # actions of a parser by option
 
@@ -110,6 +110,7 @@ cache: scan-cache clean clear
 completion: completions install-completion
 """)
 SCORE = ("score", "loglikelihood", "logprobs")  # commands whose work `run --score` does
+_EVERYWHERE = ("--help", "--version", "--quiet", "--verbose")  # the first two also without a command
 _NAMES = {other: name for name, others in RENAMED.items() for other in others}
 _PROMPT = ("--prompt", "-p")  # a prompt on the command line
 _FORMATS = {(name,) for name in ("bf16", *_INT8, *_INT4, "int3")}
@@ -191,12 +192,15 @@ def correct_command(word: str, words: Sequence[str], known: Sequence[str]) -> st
             return f"{word} is called {name} here: {command_text(name, words)}"
     if word in SCORE:
         return f"texts are scored by run --score: {command_text('run', ['--score', *words])}"
+    if word.startswith("-") and (own := alike(f"--{word.lstrip('-')}", _EVERYWHERE, 0.8)) and own != [word]:
+        remedy = correct_command(own[0], words, known) if own[0] in _EVERYWHERE[2:] else f"flexengine {own[0]}"
+        return f"there is no option {word}; did you mean {own[0]}? {remedy}"
     place = next((n for n, other in enumerate(words) if other in known), None) if word.startswith("-") else None
     if place is not None:
         return f"the command comes first: {command_text(words[place], [word, *words[:place], *words[place + 1 :]])}"
     if word.startswith("-") or Path(word).exists() or Path(word).suffix in (".jsonl", ".csv", ".txt", ".parquet"):
         return f"the command comes first: {command_text('run', [word, *words])}"
-    near = meant(word, known)
+    near = meant(word, (*known, "help"))
     return f"there is no command {word}; the nearest is {near}: {command_text(near, words)}" if near else None
 
 

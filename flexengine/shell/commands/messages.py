@@ -19,7 +19,7 @@ from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
 from flexengine.job.chats import chat_fault
 from flexengine.job.files import full_disk, stdout_is_open
-from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, plain, size
+from flexengine.plan.formatting import clock, count, lane_name, percent, place_name, plain, rate, size
 from flexengine.shell.commands.interrupts import Interrupted, Interrupts
 from flexengine.words import command_words
 
@@ -161,9 +161,11 @@ def summary_line(s: dict[str, Any]) -> str:
     took = clock(s["total_seconds"])
     if s["scored_tokens"] and not s["generated_tokens"]:
         tokens = f"{s['scored_tokens']} tokens scored, {s['computed_prompt_tokens']} computed"
-        return f"{rows}; {tokens} in {took}: {digits(s['rows'] / s['total_seconds'])} rows/s"
-    tokens = f"{s['prompt_tokens']} prompt and {s['generated_tokens']} generated tokens"
-    return f"{rows}; {tokens} in {took}: {digits(s['generated_tok_s'])} tok/s"
+        speed = rate(s["rows"], s["total_seconds"], "rows")
+    else:
+        tokens = f"{s['prompt_tokens']} prompt and {s['generated_tokens']} generated tokens"
+        speed = rate(s["generated_tokens"], s["total_seconds"], "tok")
+    return f"{rows}; {tokens} in {took}{f': {speed}' if speed else ''}"
 
 
 def detail_lines(s: dict[str, Any]) -> list[str]:

@@ -81,6 +81,16 @@ def parser() -> Parser:
 def run(args: argparse.Namespace) -> int:
     """Plan a job, or cut a model into slices. Return the exit code. Raise FlexError if an option is wrong or no plan
     fits."""
+    try:
+        _run(args)
+    except _NothingToPlan as nothing:
+        say(str(nothing))
+        if args.json:
+            print(json.dumps({"tokens": 0, "seconds": 0.0}))
+    return DONE
+
+
+def _run(args: argparse.Namespace) -> None:
     if args.cluster is not None:
         others.check_cluster(args)
         _check(args)
@@ -96,7 +106,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _check(args)
         plan(args)
-    return DONE
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -276,7 +285,7 @@ def _other_machine(args: argparse.Namespace) -> Hardware:
 
 
 def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
-    """Return the sizes of the job's rows. Raise InvalidInput if there is no row to run."""
+    """Return the sizes of the job's rows. Raise InvalidInput if no row can be run."""
     params = SamplingParams(max_tokens=args.max_tokens, n=args.n)
     if not args.input:
         most = opened.skeleton.context_length
@@ -303,8 +312,14 @@ def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
         reader = PromptReader(tokenizer, opened.skeleton, shares, openers.given_ram(args))
         reader.check_chat(rows.chat)
         workload = reader.survey(rows, params, refused)
+    if not workload.count and not refused.count:
+        raise _NothingToPlan(f"nothing to plan: {args.input} has no rows")
     refused.report(workload, args.input)
     return workload
+
+
+class _NothingToPlan(Exception):
+    """The input has no rows."""
 
 
 main = program(lambda words: run(parser().parse_args(words)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from flexengine.config import parse_size
-from flexengine.errors import InvalidInput, size
+from flexengine.errors import InvalidInput, size, size_within
 from flexengine.shell.commands.interrupts import Interrupts
 from flexengine.shell.commands.messages import DONE, interruptible, say
 from flexengine.shell.commands.options import SECRET, add_options
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     memory = parse_size(args.worker_mem, "--worker-mem")
     if args.worker_file is None and memory > (free := psutil.virtual_memory().available):
         remedy = "give less, or hold the KV cache in a file with --worker-file"
-        raise InvalidInput(f"--worker-mem is {size(memory)}, but {size(free)} of RAM are free; {remedy}")
+        room = f"{size_within(free, up=False)} of RAM are free"
+        raise InvalidInput(f"--worker-mem is {size_within(memory)}, but {room}; {remedy}")
     from flexengine import kernels
     from flexengine.guests.attention_workers.pool import WorkerPool, records_of
     from flexengine.guests.attention_workers.workers import address_of, serve_forever

@@ -24,9 +24,9 @@ _ANSWER_TOKENS = [(task, str(number)) for task, number in MAX_TOKENS.items()]
 _END = """\
 match takes a table of pairs, whose columns begin with left_ and right_, or two tables; schema takes a table of pairs of
 descriptions (left, right) or two tables; the others take one table. The output is the table with columns for
-prediction, confidence (log probability of the answer) and failure. Rows and results of the job stay beside the output,
-in OUTPUT.rows.jsonl, OUTPUT.results.jsonl and its journal; after an interruption the same command, without
---restart, continues.
+prediction, confidence (the answer's probability, as its share if the possible answers are known) and failure. Rows and
+results of the job stay beside the output, in OUTPUT.rows.jsonl, OUTPUT.results.jsonl and its journal; after an
+interruption the same command, without --restart, continues.
 """
 _COLUMNS = """
 --column NAME ...  impute, transform: the column; detect: a column whose cells are checked, may be repeated (default:

@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from flexengine.places import by_way
 from flexengine.plan.feedback import LaneSeconds
-from flexengine.plan.formatting import clock, count, digits, lane_name, percent, plain, size
+from flexengine.plan.formatting import clock, count, digits, lane_name, percent, plain, rate, size
 from flexengine.schedule.tasks import LOADING
 from flexengine.shell.explain.picture import draw_memory
 from flexengine.shell.report.record import (
@@ -114,9 +114,8 @@ def _tiles(record: ReportRecord) -> list[tuple[str, str, str]]:
         ("prompt tokens computed", totals.computed_prompt_tokens, totals.prefill_seconds, "prefill sweeps"),
     ]
     for name, tokens, seconds, sweeps in rates:
-        if seconds:
-            remark = f"{tokens:,} in the {clock(seconds)} of {sweeps}"
-            tiles.append((f"{digits(tokens / seconds)} tok/s", name, remark))
+        if pace := rate(tokens, seconds, "tok"):
+            tiles.append((pace, name, f"{tokens:,} in the {clock(seconds)} of {sweeps}"))
     tiles.append((clock(record.elapsed), "from start to this page", count(totals.sweeps, "sweep", "sweeps")))
     if plan is not None and plan.report.measured_seconds:
         origin = "measured rates" if plan.report.measured else "assumed rates"
@@ -296,7 +295,7 @@ def _token_rates(buckets: Sequence[Bucket]) -> str:
         return tips
 
     totals = [(kind, *sums(sum(buckets, Bucket()))) for kind, (_, _, sums) in shown.items()]
-    means = ", ".join(f"{kind} {digits(tokens / seconds)} tok/s" for kind, tokens, seconds in totals if seconds)
+    means = ", ".join(f"{kind} {rate(n, seconds, 'tok')}" for kind, n, seconds in totals if rate(n, seconds, "tok"))
     return _drawn_twice("rates", "Tokens per second over time", f"Mean: {means}", 3.6, draw, 2)
 
 

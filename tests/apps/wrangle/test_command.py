@@ -27,6 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
     return str(folder), made, tokenizer
 
 
+def test_help_says_what_a_confidence_is() -> None:
+    """A probability, as the reference computes it below, not its logarithm."""
+    text = " ".join(parser().format_help().split())
+    assert "confidence (the answer's probability, as its share if the possible answers are known)" in text
+
+
 def reference_logprob(made: Any, ids: list[int], answer: list[int]) -> float:
     """Log probability of the answer's tokens after `ids`, in one pass."""
     with torch.inference_mode():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flexengine.config import SamplingParams
+from flexengine.errors import size
 from flexengine.shell.commands import run
 from tests.helpers.job import Job
 from tests.helpers.resuming import Watch, journal_of, state
@@ -69,7 +70,7 @@ def test_a_job_that_cannot_fit_is_refused_before_its_model_is_hashed(job: Job, m
     assert job("--device", "cpu", "--device-mem", "4K") == 2
     refused = job.err
     monkeypatch.undo()
-    found = re.search(r"set --device-mem (\d+) or more", refused)
+    found = re.search(r"set --device-mem (\S+) or more", refused)
     assert found is not None
     assert job("--device", "cpu", "--device-mem", found[1]) == 0  # the size is enough for the longest row
     assert job("--device", "cpu", "--device-mem", "4K") == 0  # a job that has ended needs no memory
@@ -140,7 +141,7 @@ def test_a_damaged_journal_is_used_as_far_as_it_goes(job: Job, watch: Watch, who
     begin = sum(map(len, lines[:5]))
     journal_of(job).write_bytes(data[: begin + 30] + b"#" + data[begin + 31 :])
     assert job() == 0, job.err
-    assert f"was damaged: {len(data) - begin:,} bytes at its end dropped, their rows are run again" in job.err
+    assert f"was damaged: {size(len(data) - begin)} at its end dropped, their rows are run again" in job.err
     assert watch.ran == sorted(json.loads(line[9:])["index"] for line in lines[5:10])
     assert job.output.read_bytes() == expected
     journal_of(job).write_bytes(b"#" + data[1:])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, SamplingParams
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, size_within
 from flexengine.guests import calibration
 from flexengine.guests.calibration import CONTEXT, PROBE_ROWS, ROWS, Bits
 from flexengine.lossy import BUNDLED
@@ -112,7 +112,9 @@ def test_an_interrupted_measurement_continues(model: Path, own_cache: Path, monk
 
 def test_budgets_that_are_too_small_or_hold_the_exact_model(model: Path, sizes: Any, families: Any) -> None:
     least = sizes.rest + 4 * sizes.layer["int3"]
-    with pytest.raises(InvalidInput, match=f"{least - 1:,} bytes, but the weights of llama-tied take at least"):
+    with pytest.raises(
+        InvalidInput, match=f"{size_within(least - 1, up=False)}, but the weights of llama-tied take at least"
+    ):
         Engine(model, device="sim", lossy=mixed(least - 1))
     heard = Heard()
     with Engine(model, device="sim", lossy=mixed(sizes.exact), progress=heard) as engine:

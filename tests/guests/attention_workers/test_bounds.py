@@ -87,7 +87,7 @@ def test_records_are_bounded(worker: Worker, send: Callable[[Client, int], None]
         for number in range(1, 10_000):
             send(client, number)
 
-    with pytest.raises(WorkerLost, match="page tables and questions of all engines may have 262,144 bytes together"):
+    with pytest.raises(WorkerLost, match="page tables and questions of all engines may have 262 kB together"):
         fill()
     worker.threads[-1].join(30)
     assert other.allocate(64) is not None

@@ -121,7 +121,7 @@ def test_names_and_shares() -> None:
 def test_directories_that_cannot_hold_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=r"cannot hold a file of pages \(No such file or directory\)"):
         pool.read_rate(tmp_path / "none", 1)
-    with pytest.raises(InvalidInput, match=r"--worker-mem is 100,[0,]+ bytes, but the disk of .* free bytes; give"):
+    with pytest.raises(InvalidInput, match=r"is 100,000 TB, but the disk of .* [\d.]+ [kMGT]?B free; give"):
         pool.read_rate(tmp_path, 10**17)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     with pytest.raises(OSError, match="No space left"):

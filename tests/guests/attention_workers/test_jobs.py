@@ -205,7 +205,7 @@ def test_refusals(families: Any) -> None:
         Engine(known.directory, policy=Policy(cache=ALL), attention_workers=1)
     with pytest.raises(InvalidInput, match=r"attention_workers is '10.* it must be a number of processes, or"):
         Engine(known.directory, policy=Policy(cache=ALL), attention_workers="10.0.0.2:29600")
-    with pytest.raises(InvalidInput, match=r"attention workers may take [\d,]+ bytes of RAM, but [\d,]+ are free"):
+    with pytest.raises(InvalidInput, match=r"workers may take [\d.,]+ TB of RAM, but [\d.]+ GB are free"):
         Engine(known.directory, policy=Policy(cache=ALL), attention_workers=2, worker_mem="900G")
     with pytest.raises(InvalidInput, match="worker_mem is 1G, but there are no attention workers"):
         Engine(known.directory, worker_mem="1G")
@@ -251,7 +251,7 @@ def test_too_little_memory_of_workers(families: Any) -> None:
     for given in (policy, replace(policy, cache={"workers": 0.75, "device": 0.25})):  # the device cannot stand in
         with (
             Engine(known.directory, policy=given, device="cpu", attention_workers=2, worker_mem=20_000) as engine,
-            pytest.raises(OutOfMemory, match=r"worker1 memory: at least .* set worker_mem=20480 or more"),
+            pytest.raises(OutOfMemory, match=r"worker1 memory: at least .* set worker_mem='20.5kB' or more$"),
         ):
             engine.generate(known.rows, GREEDY)
     with Engine(known.directory, policy=policy, device="cpu", attention_workers=2, worker_mem=70_000) as engine:

@@ -147,7 +147,7 @@ def test_engines_share_the_memory(worker: Any) -> None:
         stack.callback(third.close)
         region = second.allocate(1 << 15, "KV cache")
         third.allocate(1 << 14, "KV cache")
-        with pytest.raises(OutOfMemory, match=r"KV cache, as other engines hold 1,015,808 bytes of the worker needs"):
+        with pytest.raises(OutOfMemory, match=r"KV cache, as other engines hold 1\.02 MB of the worker needs"):
             third.allocate(1 << 15, "KV cache")
         second.free(region, "KV cache")
         eventually(lambda: third.client.allocate(1 << 15) is not None)
@@ -166,7 +166,7 @@ def test_an_engine_says_that_others_hold_the_memory(families: Any, worker: Any) 
                 attention_workers=[address]) as engine:  # fmt: skip
         handle = other.allocate(MEMORY - 4096)
         assert handle is not None
-        said = r"worker1 memory ran out: there was no room for KV cache, as other engines hold 1,044,480 bytes of the"
+        said = r"worker1 memory ran out: there was no room for KV cache, as other engines hold 1\.04 MB of the"
         with pytest.raises(RanOut, match=said):
             engine.generate(known.rows, GREEDY)
         other.free(handle)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flexengine import Policy, SamplingParams
+from flexengine.config import parse_size
 from flexengine.engine.options import EngineOptions
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 from flexengine.guests.attention_workers.client import Client
@@ -169,10 +170,10 @@ def test_too_little_memory_for_all_stages(families: Any, pools: Any) -> None:
                     attention_workers=pools(1, 4096)) as pipeline:  # fmt: skip
         with pytest.raises(OutOfMemory, match=r"2.05 kB are given") as raised:
             pipeline.engine.generate(known.rows[:1], GREEDY)
-        needed = int(str(raised.value).partition("worker_mem=")[2].split()[0])
+        needed = str(raised.value).partition("worker_mem=")[2].split()[0]
         assert str(raised.value).endswith(f"{needed} or more, of which each of 2 processes gets a part")
     with in_threads(2, model=known.directory, policy=Policy(2, 4, cache=ALL), device="cpu",
-                    attention_workers=pools(1, needed)) as pipeline:  # fmt: skip
+                    attention_workers=pools(1, parse_size(needed.strip("'"), "it"))) as pipeline:  # fmt: skip
         assert generated(pipeline, known.rows[:1]) == known.expected[:1]
 
 

@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import torch
 
-from flexengine.errors import FlexError
+from flexengine.errors import FlexError, size
 from flexengine.job.inputs import InputRows
 from flexengine.job.resume import open_job
 from flexengine.model import shards
@@ -87,7 +87,7 @@ def test_every_kind_of_file(
     said = capsys.readouterr().err
     assert code in (FAILED, REFUSED), said
     assert said.count("\n") == 1
-    assert said.count(f"is full: {FREE:,} bytes are free") == 1
+    assert said.count(f"is full: {size(FREE)} are free") == 1
     assert f"the disk of {tmp_path / folder}" in said
     assert remedy in said
 

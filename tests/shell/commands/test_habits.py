@@ -94,6 +94,10 @@ COMMANDS = [
     ("--model m p.jsonl", "run --model m p.jsonl"),
     ("ruun p.jsonl -m m", "run p.jsonl -m m"),
     ("lmeval --tasks t", "lm-eval --tasks t"),
+    ("hepl", "help"),
+    ("--quite plan m", "plan --quiet m"),
+    ("p.jsonl --quite", "run p.jsonl --quite"),
+    ("--verify p.jsonl", "run --verify p.jsonl"),
     ("serve :1", "serve-attention :1"),
 ]
 
@@ -122,6 +126,13 @@ def test_wrong_option(wrong: str, right: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(("wrong", "right"), PIPED)
 def test_several_inputs(wrong: str, right: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(wrong, capsys) == f"flexengine: a job has one input: {right}"
+
+
+@pytest.mark.parametrize("wrong", ["--hepl", "-hepl", "--hlep", "--HELP", "--verison", "-version", "--quite"])
+def test_an_option_of_no_command_that_is_misspelt(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    option = next(each for each in ("--help", "--version", "--quiet") if each[2] == wrong.lower().strip("-")[0])
+    remedy = "the command comes first: flexengine run --quiet" if option == "--quiet" else f"flexengine {option}"
+    assert told(wrong, capsys) == f"flexengine: there is no option {wrong}; did you mean {option}? {remedy}"
 
 
 @pytest.mark.parametrize(("wrong", "right"), COMMANDS)

@@ -36,10 +36,10 @@ def test_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     lines = capsys.readouterr().err.splitlines()
     wanted = [
         r"lossy: weights int8; flexengine quality shows what that costs",
-        r"converting m\.gguf to safetensors, once for this file \(0\.00 GB\)",
+        r"converting m\.gguf to safetensors, once for this file \(\S+ kB\)",
         r"converting: done in (\d:\d\d|\d\.\d\d s)",
         r"plan: weights \S+ kB \(RAM\); KV cache \S+ kB \(RAM\); block of 1 sequence \(1 gpu_batch\); bottleneck: .*",
-        r"encoding \d+ matrices, once for this model and format \(0\.00 GB become 0\.00 GB\)",
+        r"encoding \d+ matrices, once for this model and format \(\S+ kB become \S+ kB\)",
         r"encoding: done in (\d:\d\d|\d\.\d\d s)",
         r"row 1: .*99999.*",
         r"1 row done, 1 failed; 3 prompt and 2 generated tokens in \S+ s: \S+ tok/s; results are in .*out\.jsonl",
@@ -49,6 +49,15 @@ def test_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert len(told) == len(wanted), told
     for line, want in zip(told, wanted, strict=True):
         assert re.fullmatch(want, line), (want, line)
+
+
+def test_one_row_has_no_rate() -> None:
+    counts = {"failed": 0, "sweeps": 3, "total_seconds": 197.0, "scored_tokens": 90, "computed_prompt_tokens": 80}
+    counts |= {"generated_tokens": 0, "prompt_tokens": 80}
+    said = "row done, 0 failed; 90 tokens scored, 80 computed in 0:03:17"
+    assert messages.summary_line(counts | {"rows": 1}) == f"1 {said}"
+    assert messages.summary_line(counts | {"rows": 4, "total_seconds": 2.0}).endswith("in 2.00 s: 2.00 rows/s")
+    assert messages.summary_line(counts | {"rows": 1, "generated_tokens": 1}).endswith("1 generated tokens in 0:03:17")
 
 
 def test_quiet(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

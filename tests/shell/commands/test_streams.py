@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flexengine.config import Result
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, size
 from flexengine.job.journal import Journal
 from flexengine.shell.commands import messages, run
 from tests.helpers.job import Job
@@ -139,10 +139,10 @@ def test_a_full_disk_says_what_is_free_and_what_to_keep(job: Job, monkeypatch: p
     assert job() == messages.FAILED
     last = job.err.splitlines()[-1]
     journal = job.output.with_name("out.jsonl.journal")
-    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    for words in (f"the disk of {job.folder} is full", "bytes are free, about ",
-                  f"the journal {journal} takes {journal.stat().st_size:,} bytes, and must be kept",
-                  f"the cache {cache} takes {size:,} bytes", "run the same command again to continue"):  # fmt: skip
+    total = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    for words in (f"the disk of {job.folder} is full", " are free, about ",
+                  f"the journal {journal} takes {size(journal.stat().st_size)}, and must be kept",
+                  f"the cache {cache} takes {size(total)}", "run the same command again to continue"):  # fmt: skip
         assert words in last
     monkeypatch.undo()
     assert job() == 0

@@ -42,6 +42,13 @@ def test_one_row_reads_well() -> None:
     assert "1 rows" not in text
 
 
+def test_a_rate_needs_more_than_one_and_a_unit_of_people() -> None:
+    assert [formatting.rate(n, seconds, "rows") for n, seconds in ((1, 197.0), (0, 1.0), (5, 0.0))] == ["", "", ""]
+    assert formatting.rate(2, 197.0, "rows") == "0.0102 rows/s"
+    assert formatting.rate(5, 1000.0, "rows") == "18.0 rows/h"
+    assert formatting.rate(60, 2.0, "tok") == "30.0 tok/s"
+
+
 def test_the_predicted_time_of_a_job_is_no_bound() -> None:
     found = predicted(Policy(1, 1, (0, 1, 0)))
     said = plan_line(Cost(model(), replace(GPU, measured=True), WORK), found)

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flexengine.shell.report.page import SERIES, _lengths, render
-from flexengine.shell.report.record import ErrorCounts, LengthCounts, ReportRecord
+from flexengine.shell.report.page import SERIES, _lengths, _token_rates, render
+from flexengine.shell.report.record import Bucket, ErrorCounts, LengthCounts, ReportRecord
 from tests.helpers.reports import GB, PLAN, record
 
 pytest.importorskip("matplotlib")
@@ -141,6 +141,24 @@ def test_numbers_of_rows_and_tokens_have_whole_ticks() -> None:
         ticks = [text for text in re.findall(r"<text[^>]*>([^<]*)</text>", picture) if text[0].isdigit()]
         assert len(ticks) >= 3
         assert all(text.isdecimal() for text in ticks)
+
+
+def test_bars_of_rates_have_edges_so_that_narrow_ones_are_seen() -> None:
+    """A bar of one sweep of many is narrower than a pixel, and would be pale."""
+    rates = _token_rates([Bucket(1, 5.0, 0.0, 75, 0), *(Bucket(1, 0.0, 0.1, 0, 2) for _ in range(50))])
+    for kind, color in (("decode", 4), ("prefill", 1)):
+        styles = re.findall(rf'<path [^>]*style="([^"]*)"[^>]*>\s*<title>{kind}, ', rates)
+        assert len(styles) >= 51
+        for look in (f"fill: var(--series-{color})", f"stroke: var(--series-{color})", "stroke-width: 0.4"):
+            assert all(look in style for style in styles), look
+
+
+def test_computed_prompt_tokens_are_explained_if_there_are_any() -> None:
+    words = "Prompt tokens are computed once for a prefix that several prompts share, and again for rows that had to"
+    for computed in (75, 0):
+        totals = dataclasses.replace(record().totals, computed_prompt_tokens=computed)
+        text = " ".join(" ".join(Page(render(record(totals=totals))).texts).split())
+        assert (words in text) == (computed > 0)
 
 
 def test_a_place_that_holds_nothing_has_no_column() -> None:
