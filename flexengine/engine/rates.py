@@ -131,7 +131,7 @@ class RateStore:
 
 def of_kernels(hardware: Hardware) -> Hardware:
     """Return the rates without those of single models, so that all formats are predicted by the same rates."""
-    return replace(hardware, layers={}, heads={}, attention={}, blocks={}, quick=(), corrected={})
+    return replace(hardware, layers={}, fused={}, heads={}, attention={}, blocks={}, quick=(), corrected={})
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:

@@ -66,7 +66,17 @@ class AttentionTrial:
         """Yield a function that computes one layer's attention of one gpu_batch. past, count: cached and new tokens of
         each sequence. window: tokens that a query sees; None for all. home: tier of the cache; for the host, attention
         is computed on the host."""
-        facts, n, tokens = self.facts, max(1, self.layers(sequences, past + count, home)), past + count
+        layers = max(1, self.layers(sequences, past + count, home))
+        with self.cache(layers, sequences, past, count, home) as (cache, view):
+            on = _on_host if home == "host" else _on_device
+            yield partial(on, cache, view, self._event(sequences * count, window))
+
+    @contextmanager
+    def cache(
+        self, n: int, sequences: int, past: int, count: int, home: str = "device"
+    ) -> Iterator[tuple[Cache, View]]:
+        """Yield a cache of n layers with random numbers, and the pages of a gpu_batch. Arguments as of `call`."""
+        facts, tokens = self.facts, past + count
         model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=())
         on_host = home == "host"
         policy = Policy(sequences, 1, cache=(float(not on_host), float(on_host), 0.0), prefill_tokens=sequences * count,
@@ -85,8 +95,7 @@ class AttentionTrial:
             for layer in range(n):
                 fill(cache.pools.view(layer, home))
             batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", home)
-            event = self._event(sequences * count, window)
-            yield partial(_on_host if on_host else _on_device, cache, cache.view(batch), event)
+            yield cache, cache.view(batch)
         finally:
             cache.close()
 

@@ -16,6 +16,7 @@ from flexengine import kernels as available
 from flexengine.config import SamplingParams
 from flexengine.measure import store
 from flexengine.measure.attention import measure_attention
+from flexengine.measure.fused import measure_fused
 from flexengine.measure.kernels import QUICK_SECONDS, measure_crosstalk, measure_forms, measure_kernels, quick_products
 from flexengine.measure.links import WHAT, copies, measure_links, quick_reads
 from flexengine.measure.model import measure_model, random_weights, time_layers
@@ -76,7 +77,7 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
 def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict[str, Mapping[str, Any]]:
     """Return the model's own rates that `hardware` lacks, by field of `Hardware` and name."""
     facts, name = opened.facts, opened.facts.signature(0)
-    fields = ("layers", "heads", "streaming", "attention", "delegation", "blocks")
+    fields = ("layers", "fused", "heads", "streaming", "attention", "delegation", "blocks")
     found: dict[str, dict[str, Any]] = {field: {} for field in fields}
     with noticing():
         if not knows_products(hardware, facts):
@@ -85,6 +86,8 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
         if not knows_attention(hardware, facts):
             with measuring("this model's attention", "model", "2 s for each shape"):
                 found["attention"] = {**measure_attention(opened, machine)}
+        if found["layers"]:
+            found["fused"] = {**measure_fused(store.joined(hardware, found, facts), opened, machine)}
         if not knows_blocks(hardware, facts):
             with measuring("records of this model's neurons", "model", "10 s"):
                 found["blocks"] = {**resolve_name(RECORDS)(opened, machine)}
@@ -165,6 +168,8 @@ def quick_model(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict
                 found["products"][name] = quick_products(machine, opened.dtype, opened.dtype)
     if not knows_attention(hardware, opened.facts):
         found["attention"] = {**measure_attention(opened, machine, quick=True)}
+    if found.get("layers"):
+        found["fused"] = {**measure_fused(store.joined(hardware, found, opened.facts), opened, machine)}
     if not knows_blocks(hardware, opened.facts):
         found["blocks"] = {**resolve_name(RECORDS)(opened, machine, quick=True)}
     return found

@@ -105,13 +105,15 @@ def time_layers(
 @dataclass
 class PassTrial:
     """Passes of packed tokens through a skeleton whose first layers have weights. Attention is left out: `answers` has
-    random outputs by shape. `forward` is the pass under way, None between passes; `event` is its pause."""
+    random outputs by shape. `forward` is the pass under way, None between passes; `event` is its pause. recycles: see
+    `Pass`."""
 
     skeleton: Skeleton
     machine: Machine
     tokens: int
     answers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     forward: Forward | None = None
+    recycles: bool = False
     event: Pause = field(init=False)
 
     def walk(self, count: int) -> Iterator[tuple[int, float]]:
@@ -134,7 +136,9 @@ class PassTrial:
         inputs = Inputs(positions[None].to(on), positions[None].to(on), keep)
         self.machine.synchronize()
         began = time.perf_counter()
-        self.forward = Forward(self.skeleton.model, inputs, self.skeleton.mode(self.machine.compute))
+        self.forward = Forward(
+            self.skeleton.model, inputs, self.skeleton.mode(self.machine.compute), recycles=self.recycles
+        )
         event = self.forward.resume()
         assert isinstance(event, Rows)
         self.resume((rows, inputs.positions - inputs.positions.min()))

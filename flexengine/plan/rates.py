@@ -173,6 +173,11 @@ class Rates:
         """Return the fixed seconds of the attention calls in all layers of one gpu_batch."""
         return sum(layers * self.attention[window].call for window, layers in self.windows.items())
 
+    @cached_property
+    def fused(self) -> float:
+        """Return the seconds by which all layers of a gpu_batch are faster in calls for several layers."""
+        return sum(times * self.hardware.fused.get(name, 0.0) for name, (_, times) in self.layers.items())
+
     @property
     def crosstalk(self) -> Mapping[str, Mapping[str, float]]:
         """Return `Hardware.crosstalk`, corrected by measurements with this model's weights (`streaming`).

@@ -118,6 +118,9 @@ def parts(
     units = len(rates.model.layers) + (chunks if policy.weights[0] < 1 else 1)
     full_layers, full_head = float(rates.stack(g)), float(rates.head(g))
     prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
+    calls = rates.calls
+    if policy.weights[0] == policy.cache[0] == policy.activations[0] == 1:  # as in `worker.weights.JoinedLayers`
+        calls -= rates.fused
     layers = head = cells = np.zeros(sweeps.times.shape)
     for home, share in ((home, share) for home, share in split.items() if share > 0):
         full, rest, joined, apart = formed(policy, sweeps, prompts, home, share)
@@ -133,7 +136,7 @@ def parts(
         fresh = fresh + count * (seconds + attention.prompt(late, prompts.past, "continued"))
     return {
         "bookkeeping": hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live,
-        "layers": layers, "head": head, "calls": cells * rates.calls, "tasks": cells * units * hardware.task_seconds,
+        "layers": layers, "head": head, "calls": cells * calls, "tasks": cells * units * hardware.task_seconds,
         "prompt attention": fresh, "decode attention": decode_attention(rates, sweeps),
     }  # fmt: skip
 

@@ -170,6 +170,7 @@ def faster_device(hardware: Hardware) -> Hardware:
         decode_attention=attention["decode"], attention=measured, vector_flops=2 * hardware.vector_flops,
         elementwise=2 * hardware.elementwise, cell_seconds=hardware.cell_seconds / 2,
         layers=_times(0.5, hardware.layers), heads=_times(0.5, hardware.heads),
+        fused={name: seconds / 2 for name, seconds in hardware.fused.items()},
         blocks={key: _times(2, tables, "some", "all") for key, tables in hardware.blocks.items()},
     )  # fmt: skip
 
@@ -212,6 +213,7 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
         hardware,
         layers={**hardware.layers, **layers},
         heads={**hardware.heads, **heads},
+        fused={**hardware.fused, **{other.signature(j): hardware.fused.get(name, 0.0) for name, j in first.items()}},
         streaming={**hardware.streaming, **streaming},
         delegation={**hardware.delegation, other.signature(0): rates.delegated},
     )
