@@ -115,23 +115,24 @@ class Attention:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a function of tokens or rows. The rate is interpolated between points and constant beyond them."""
+    """Seconds as a function of tokens or rows: on a straight line between two points, as kernels cost a fixed time and
+    one for each token; the rate is constant beyond them."""
 
-    rates: Table  # (tokens, tokens per second)
+    points: Table  # (tokens, seconds)
 
-    @staticmethod
-    def of(table: Table) -> "Curve":
-        """Return the curve of a table (tokens, seconds)."""
-        return Curve(tuple((float(x), x / seconds) for x, seconds in table))
+    @cached_property
+    def _columns(self) -> Array:
+        return np.array(self.points, dtype=float).T
 
     def __call__(self, tokens: Array | float) -> Array:
         """Return the seconds; 0 for no tokens."""
-        counts = np.asarray(tokens, dtype=float)
-        return np.asarray(counts / values_at(self.rates, np.maximum(counts, 1e-9)))
+        counts, (xs, ys) = np.asarray(tokens, dtype=float), self._columns
+        beyond = np.minimum(1.0, counts / xs[0]) * np.maximum(1.0, counts / xs[-1])
+        return np.asarray(np.interp(counts, xs, ys) * beyond)
 
     def one(self, tokens: float) -> float:
-        """Return the seconds of one number, as a call does, ten times as fast."""
-        return tokens / at(self.rates, max(tokens, 1e-9))
+        """Return the seconds of one number."""
+        return float(self(tokens))
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,9 @@ class Rates:
         kinds = Counter(names)
         layers = {name: (_layer(model, hardware, names.index(name), name), times) for name, times in kinds.items()}
         if model.output is None:
-            return Rates(model, hardware, layers, Curve(((1.0, np.inf),)))
+            return Rates(model, hardware, layers, Curve(((1.0, 0.0),)))
         table = hardware.heads.get(model.head_signature) or _head(model, hardware, model.output)
-        return Rates(model, hardware, layers, Curve.of(table))
+        return Rates(model, hardware, layers, Curve(table))
 
     def stack(self, tokens: Array | float) -> Array:
         """Return the seconds of all layers of a gpu_batch, without attention. tokens: of the gpu_batch."""
@@ -216,14 +217,14 @@ class Rates:
 
 def _layer(model: ModelFacts, hardware: Hardware, layer: int, name: str) -> Curve:
     if name in hardware.layers:
-        return Curve.of(hardware.layers[name])
+        return Curve(hardware.layers[name])
     matrices = [t for t in model.layers[layer] if t.matrix]
     points = []
     for tokens in _TOKENS:
         products = sum(_product(hardware, t, tokens, model.active) for t in matrices)
         moved = tokens * model.itemsize * (_PER_HIDDEN * model.hidden + _PER_WIDTH * model.width)
         points.append((float(tokens), hardware.cell_seconds + products + moved / hardware.elementwise))
-    return Curve.of(_corrected(hardware, name, points))
+    return Curve(_corrected(hardware, name, points))
 
 
 def _corrected(hardware: Hardware, name: str, points: Sequence[tuple[float, float]]) -> Table:
