@@ -51,16 +51,12 @@ def command_words() -> Iterator[None]:
 
 def rewording() -> Callable[[str], str]:
     """Return the function that changes the messages of this context, also if it is called in other threads."""
-    return str if _command.get() else _in_python
+    return str if _command.get() else functools.partial(_WORDS.sub, _worded)
 
 
 def in_python(text: str) -> str:
     """Return a message in the words of Python; unchanged within `command_words`."""
     return rewording()(text)
-
-
-def _in_python(text: str) -> str:
-    return _WORDS.sub(_worded, text)
 
 
 def _worded(found: re.Match[str]) -> str:

@@ -22,13 +22,13 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 
 import torch
 
-from flexengine import activity
+from flexengine.activity import display
 from tests.helpers import durations
 from tests.helpers.families import Family
 from tests.helpers.skeletons import reuse
 
 # Tests compare all that a command prints, on machines of any speed: work prints no line because it lasts.
-activity.QUICK_SECONDS = activity.LINE_SECONDS = float("inf")
+display.QUICK_SECONDS = display.LINE_SECONDS = float("inf")
 
 
 @pytest.fixture(scope="session")

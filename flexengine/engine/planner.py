@@ -208,11 +208,8 @@ class Planner:
             least = search(facts, free, workload, replace(options, placed=None)).best.total_seconds
             if not pays(seconds, least, length):
                 return found
-            saved = f"{clock(seconds)}, of which a better plan saves at most {clock(seconds - least)}"
-            words = (
-                f"measuring this machine and model takes about {clock(length)}; the job is predicted to take {saved}"
-            )
-            message(words)
+            job = f"{clock(seconds)}, of which a better plan saves at most {clock(seconds - least)}"
+            message(f"measuring this machine and model takes about {clock(length)}; the job is predicted to take {job}")
             return search(facts, rates.measured(), workload, options)
 
     def choose(

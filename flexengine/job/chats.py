@@ -6,7 +6,6 @@ from datetime import datetime
 from typing import Any
 
 from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kind, shown
-from flexengine.job.templates import chat_text, has_template
 
 TOOLS = "tools"
 _ROLES = ("user", "assistant", "system", "tool")
@@ -148,6 +147,8 @@ def chat_token_ids(
         InvalidInput: the chat template does not use the tools. transformers would leave them out silently.
         Any error of the template.
     """
+    from flexengine.job.templates import chat_text, has_template  # most prompts are no chats
+
     given = {"add_generation_prompt": True, **options}
 
     def written(tools: list[Any] | None) -> Any:

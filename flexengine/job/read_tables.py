@@ -19,7 +19,8 @@ from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line
 from flexengine.job.csv_records import csv_records
 from flexengine.job.inputs import FORMATS, InputFile, ReadRows
-from flexengine.job.row_fields import KEPT, RowRules, unknown_column, with_numbers
+from flexengine.job.prompt_template import unknown_column
+from flexengine.job.row_fields import KEPT, RowRules, with_numbers
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.table_process import table_rows
 

@@ -1,7 +1,5 @@
-"""Fields of a file's rows: those that are run, those that are data, and what is said about their names. Templates of
-prompts: text with columns in braces, such as "Question: {question}"."""
+"""Fields of a file's rows: those that are run, those that are data, and what is said about their names."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from flexengine.config import Result
-from flexengine.errors import InvalidInput, alike, blankness, json_kind
+from flexengine.errors import InvalidInput, alike
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import FOREIGN, NAMES_HERE, OVERRIDES
 from flexengine.job.rows import PROMPT_KINDS, Row
@@ -24,8 +22,6 @@ _ALIKE, _MOST_MISSING = 0.85, 2  # similarity of a misspelt name, and letters th
 _BEGUN = 2 / 3  # least part of an option's name that a name of several words has
 _WORDS = re.compile("[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 _CHAIN = re.compile(f"(?:{KEPT})*")
-_BRACES = "write {{ and }} for braces that are text"
-_PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template, beside text
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class RowRules:
         if other := "--prompt-column (prompt_column" if self.column else "--score (score" if self.score else None:
             raise InvalidInput(f"--template makes the prompt of each row; leave {other} in Python) out")
         try:
-            if not columns_of(self.template):
+            if not self.columns:
                 raise InvalidInput("it has no column in braces, so all prompts would be alike; add one, as in {review}")
         except InvalidInput as error:
             raise InvalidInput(f"--template (template in Python): {error}") from error
@@ -61,12 +57,18 @@ class RowRules:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the columns of the template; () without one."""
-        return () if self.template is None else columns_of(self.template)
+        if self.template is None:
+            return ()
+        from flexengine.job.prompt_template import columns_of  # few jobs have one, here and below
+
+        return columns_of(self.template)
 
     def request(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return the request of a row with the fields `own`: its prompt, unless it is scored, and its options. Raise
         InvalidInput if the field that is to hold the prompt, or a column of the template, has no text."""
         if self.template is not None:
+            from flexengine.job.prompt_template import filled
+
             prompt = {"prompt": filled(self.template, own)}
         elif self.column is None:
             if self.options:
@@ -76,8 +78,10 @@ class RowRules:
             prompt = {self.column if self.column in PROMPT_KINDS else "prompt": own[self.column]}
         elif self.score:
             prompt = {}
+        elif self.column in own:
+            raise InvalidInput(f"{self.column} is null or NaN, but it is to hold the prompt; give a text")
         else:
-            raise InvalidInput(_no_prompt(self.column, own))
+            raise InvalidInput(f"has no {self.column!r}, which is to hold the prompt; it has {sorted(own)}")
         others = own.keys() - {*PROMPT_KINDS, self.column, *self.columns}
         if not self.options:
             others -= _READ if isinstance(prompt.get("prompt"), str) else _READ - {TOOLS}
@@ -88,52 +92,6 @@ def with_numbers(request: dict[str, Any], given: Mapping[str, Any]) -> dict[str,
     """Return a request whose options are those of `given`: with infinities, which `request` has as None. They are
     refused as options, and null as data."""
     return request | {name: given[name] for name in request.keys() & given.keys() & OPTIONS}
-
-
-def _no_prompt(column: str, own: Mapping[str, Any]) -> str:
-    if column in own:
-        return f"{column} is null or NaN, but it is to hold the prompt; give a text"
-    return f"has no {column!r}, which is to hold the prompt; it has {sorted(own)}"
-
-
-@lru_cache(100)
-def columns_of(template: str) -> tuple[str, ...]:
-    """Return the columns of a template, each once, in order. Raise InvalidInput if a brace is alone, or has no name."""
-    return tuple(dict.fromkeys(name for _, name in _parts(template) if name is not None))
-
-
-@lru_cache(100)
-def _parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Return pairs of text and the column that follows, None for none. All but braces may be in the name of a column:
-    str.format would take a colon in it for the beginning of a format."""
-    parts, at = list[tuple[str, str | None]](), 0
-    for found in _PARTS.finditer(template):
-        mark, name = found[0], found[1]
-        if name is None and len(mark) == 1:
-            raise InvalidInput(f"a brace is alone (character {found.start() + 1}); {_BRACES}")
-        if name == "":
-            raise InvalidInput(f"{{}} must have a column's name in it, as in {{question}}; {_BRACES}")
-        parts.append((template[at : found.start()] + ("" if name else mark[0]), name))
-        at = found.end()
-    return (*parts, (template[at:], None))
-
-
-def filled(template: str, row: Mapping[str, Any]) -> str:
-    """Return the template with the row's values. Raise InvalidInput if the row lacks a value, or has a text
-    without a visible character."""
-    return "".join(text + (text_of(row, name) if name is not None else "") for text, name in _parts(template))
-
-
-def text_of(row: Mapping[str, Any], column: str) -> str:
-    """Return a value of a row as text: texts as they are, numbers and booleans as in JSON. Raise InvalidInput if the
-    row has no such value, or it is a text without a visible character, an array or an object."""
-    value = row.get(column)
-    lack = blankness(value) if isinstance(value, str) else ""
-    if isinstance(value, str) and not lack:
-        return value
-    if not isinstance(value, bool | int | float):
-        raise InvalidInput(f"column {column} is {lack or json_kind(value)}; it must be text or a number")
-    return json.dumps(value)
 
 
 def kept_fields(own: dict[str, Any]) -> dict[str, Any]:
@@ -149,18 +107,16 @@ def kept_name(name: str, results: Iterable[str] = RESULTS) -> str:
     return f"{KEPT}{name}" if bare in results else name
 
 
-def _meanings() -> dict[str, tuple[str, int]]:
-    """Return the options here by the letters of their names, and of their names in other programs, with the words of
-    these."""
-    names = {**NAMES_HERE, **{name: name for name in OVERRIDES}}
-    return {"".join(_words(name)): (ours, len(_words(name))) for name, ours in names.items()}
-
-
 def _words(name: str) -> list[str]:
     return [word.lower() for word in _WORDS.findall(name)]
 
 
-_MEANINGS = _meanings()
+# Options here, and the words of their names, by the letters of their names here and in other programs.
+_MEANINGS = {
+    "".join(words): (ours, len(words))
+    for name, ours in [*NAMES_HERE.items(), *zip(OVERRIDES, OVERRIDES, strict=True)]
+    for words in (_words(name),)
+}
 
 
 @lru_cache(_MOST_NAMES)
@@ -210,11 +166,7 @@ class FieldNotes:
 
     def __init__(self, rules: RowRules, asked: bool) -> None:
         self._rules, self._asked = rules, asked
-        self._seen = set[str]()
-        self._renamed: dict[str, str] = {}
-        self._named = list[str]()  # like options
-        self._meant: dict[str, str] = {}  # names that resemble others
-        self._filled = list[str]()  # columns of the template that are named like options
+        self._seen: dict[str, bool] = {}  # names of fields that have a value, and whether their first row has a prompt
         self._missing = set(rules.columns)  # columns of the template that no row has
 
     def add(self, row: Row) -> None:
@@ -223,52 +175,34 @@ class FieldNotes:
             return
         if self._missing:
             self._missing.difference_update(row.fields)
-        if new := row.fields.keys() - self._seen:
+        if new := row.fields.keys() - self._seen.keys():
             for name in (each for each in row.fields if each in new):  # in order, so that no chance decides
                 known = len(self._seen) < _MOST_NAMES or name in OPTIONS or kept_name(name) != name
                 if known and row.fields[name] is not None and len(name) <= _LONGEST:
-                    self._seen.add(name)
-                    self._note(name, row)
-
-    def _note(self, name: str, row: Row) -> None:
-        rules = self._rules
-        if (kept := kept_name(name)) != name:
-            self._renamed[name] = kept
-        if name in rules.columns:
-            self._filled += [name] if rules.options and name in OVERRIDES else []
-        elif name in OPTIONS and name != rules.column:
-            self._named.append(name)
-        elif name != rules.column:
-            free = rules.options and rules.column is None and not (rules.columns or rules.score)
-            if meant := meant_field(name, row.prompt is not None or not free):
-                self._meant[name] = meant
+                    self._seen[name] = row.prompt is not None
 
     def lines(self, rows: int) -> Iterator[str]:
         """Yield the messages. Raise InvalidInput if the template names a column that no row has. rows: their number."""
+        rules, seen = self._rules, sorted(self._seen)
         if rows and self._missing:
-            raise InvalidInput(unknown_column(sorted(self._missing)[0], sorted(self._seen)))
-        if renamed := {name: self._renamed[name] for name in sorted(self._renamed)}:
+            from flexengine.job.prompt_template import unknown_column
+
+            raise InvalidInput(unknown_column(sorted(self._missing)[0], seen))
+        if renamed := {name: kept for name in seen if (kept := kept_name(name)) != name}:
             yield f"the output has the input's {listed(renamed)} as {listed(renamed.values())}, beside its own fields"
-        options = self._rules.options
-        if not options:
-            if not self._asked and (data := data_columns([*self._named, *self._meant])):
+        own = [name for name in seen if name not in (rules.column, *rules.columns)]
+        if not rules.options:
+            if not self._asked and (data := data_columns(own)):
                 yield data
             return
-        if not self._asked and (named := sorted(name for name in self._named if name in OVERRIDES)):
+        if not self._asked and (named := [name for name in own if name in OVERRIDES]):
             are = f"{subject('field', named)} {'an option' if len(named) == 1 else 'options'} of their rows"
             yield f"{are}; rename a field that holds data (row_options=False in Python makes all data)"
-        if self._filled:
-            yield f"{subject('field', sorted(self._filled))} data, as the template has them, and set no options"
-        if self._meant:
-            yield misspelt({name: self._meant[name] for name in sorted(self._meant)})
-
-
-def unknown_column(name: str, known: Iterable[str]) -> str:
-    """Return the fault of a template with a column that the input does not have."""
-    bare = re.split(r"[:!.\[]", name)[0]  # as in {name:>9}
-    braces = "" if re.fullmatch(r"[\w .-]+", name) else f"; {_BRACES}"
-    remedy = f"write {{{bare}}} alone" if bare in known else f"choose from {', '.join(known)}{braces}"
-    return f"--template names the column {name!r}, which no row has; {remedy}"
+        if of_template := [name for name in seen if name in rules.columns and name in OVERRIDES]:
+            yield f"{subject('field', of_template)} data, as the template has them, and set no options"
+        free = rules.column is None and not (rules.columns or rules.score)
+        if meant := {name: ours for name in own if (ours := meant_field(name, self._seen[name] or not free))}:
+            yield misspelt(meant)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -11,7 +11,6 @@ import pytest
 from flexengine import activity as module
 from flexengine.activity import (
     Activity,
-    Display,
     RunningActivity,
     activity,
     advance,
@@ -23,6 +22,7 @@ from flexengine.activity import (
     reporting,
     tick,
 )
+from flexengine.activity.display import Display
 from tests.helpers.listening import Heard, listening
 
 

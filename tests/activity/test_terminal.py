@@ -7,14 +7,16 @@ import sys
 
 import pytest
 
-from flexengine import activity as module
-from flexengine.activity import Activity, Display, activity, amount, facts, message, minutes, reporting
+from flexengine.activity import Activity, activity, message, minutes, reporting
+from flexengine.activity import display as module
+from flexengine.activity.display import Display, amount, facts
 from tests.helpers.terminal import on_terminal
 
 SCRIPT = """
 import logging, threading, time
 from flexengine import activity as module
-from flexengine.activity import Display, activity, message, reporting
+from flexengine.activity import activity, message, reporting
+from flexengine.activity.display import Display
 module.INTERVAL = 0.0
 with reporting(Display()):
     with activity("converting", "converting x, once", 1000, "B", logging.INFO) as work:

@@ -17,7 +17,7 @@ from flexengine.apps.tables import FileTable, read_records
 from flexengine.errors import InvalidInput, json_kind, shown
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.inputs import InputFile, InputRows
-from flexengine.job.row_fields import columns_of, filled, text_of
+from flexengine.job.prompt_template import columns_of, filled, text_of
 from flexengine.job.rows import without_place
 
 

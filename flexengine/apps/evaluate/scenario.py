@@ -12,7 +12,7 @@ from flexengine.apps.evaluate.perturb import Perturbations
 from flexengine.apps.evaluate.yaml_fields import FieldLines, read
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
-from flexengine.job.row_fields import columns_of
+from flexengine.job.prompt_template import columns_of
 from flexengine.records import Limit
 
 TEXT, INDEX, LETTER = "text", "index", "letter"

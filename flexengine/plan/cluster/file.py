@@ -25,10 +25,6 @@ _TRANSFER = 1 << 24  # bytes of one transfer of weights from host to device
 Find = Callable[[str], str]
 
 
-def _size(name: str, value: Any) -> int:
-    return parse_size(int(value) if isinstance(value, float) and value.is_integer() else value, name)
-
-
 def _by_format(name: str, value: Any) -> dict[Format, float]:
     """Return a rate by format. A plain number holds for all formats."""
     if not isinstance(value, Mapping):
@@ -40,7 +36,7 @@ def _by_format(name: str, value: Any) -> dict[Format, float]:
     return {FORMATS[form]: positive(f"{name} {form}", rate) for form, rate in value.items()}
 
 
-_Size = Annotated[int | None, _size]
+_Size = Annotated[int | None, lambda name, value: parse_size(value, name)]
 _ByFormat = Annotated[Mapping[Format, float] | None, _by_format]
 _Count = Annotated[float, Limit(1, MOST_COUNT)]
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.activity import Activity, Display, listener, message, reporting
+from flexengine.activity import Activity, listener, message, reporting
+from flexengine.activity.display import Display
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
 from flexengine.job.chats import chat_fault

@@ -90,7 +90,7 @@ def test_verbose(job: Job) -> None:
 
 def test_a_refusal_is_one_line(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing remains of bars on a terminal, and there is none of a job that does not run."""
-    monkeypatch.setattr("flexengine.activity.is_terminal", lambda: True)
+    monkeypatch.setattr("flexengine.activity.display.is_terminal", lambda: True)
     assert job("--device-mem", "1k", "--device", "cpu") == 2
     frames, lines = shown(job.err)
     (line,) = lines
@@ -144,7 +144,7 @@ def test_no_words_about_short_or_unmeasured_jobs() -> None:
 
 def test_a_message_is_above_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without display, a message would be printed at the end of the bar's line."""
-    monkeypatch.setattr("flexengine.activity.is_terminal", lambda: True)
+    monkeypatch.setattr("flexengine.activity.display.is_terminal", lambda: True)
     with displayed(), activity("planning", "planning", 4) as work:
         work.update(2)
         messages.say("news")
