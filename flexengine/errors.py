@@ -205,12 +205,12 @@ def is_missing(value: Any) -> bool:
     return isinstance(value, float | Decimal) and bool(value != value)
 
 
-_VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u2060-\u2064\ufeff]")  # no white space, no width of zero
+VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u2060-\u2064\ufeff]")  # no white space, no width of zero
 
 
 def blankness(text: str) -> str:
     """Return "empty" or "blank" for a text without a visible character, for messages; "" for others."""
-    return "empty" if not text else "" if _VISIBLE.search(text) else "blank"
+    return "empty" if not text else "" if VISIBLE.search(text) else "blank"
 
 
 _WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)

@@ -10,7 +10,7 @@ from typing import Any
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.files import is_stream, part_path, stdout_is_open
-from flexengine.job.row_fields import kept_fields
+from flexengine.job.row_fields import KEPT, RESULTS, kept_fields
 from flexengine.job.rows import Row
 
 Encode = Callable[[Row, Result], bytes]
@@ -80,7 +80,9 @@ def encode_row(row: Row, result: Result) -> bytes:
     """Return an output line in UTF-8 with its newline: the fields of the input row, see `kept_fields`, then those of
     the Result. If the input fields cannot be written as JSON, leave them out and say so in the result's error."""
     try:
-        return encode_fields({**kept_fields(row.fields), **present_fields(result)})
+        alike = any(name in RESULTS or str(name).startswith(KEPT) for name in row.fields)
+        own = kept_fields(row.fields) if alike else row.fields
+        return encode_fields({**own, **present_fields(result)})
     except (RecursionError, TypeError, ValueError) as error:
         if not row.fields:
             raise

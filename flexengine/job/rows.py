@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, blankness, is_missing, json_kind, library_faults, shown
+from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.chats import TOOLS, chat_token_ids, check_format, check_roles, messages_of, tools_of
 from flexengine.job.foreign import CHAT_ONLY, OVERRIDES, check_foreign, own_sampling, whole
@@ -247,8 +247,8 @@ def _prompt_ids(
         given = f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}"
         raise InvalidInput(f"{given}; exactly one is needed{fields}")
     kind, prompt = present[0], request[present[0]]
-    if isinstance(prompt, str) and (lack := blankness(prompt)):
-        raise InvalidInput(f"{kind} is {lack}; give a text")
+    if isinstance(prompt, str) and not VISIBLE.search(prompt):
+        raise InvalidInput(f"{kind} is {blankness(prompt)}; give a text")
     if _is_chat(request, as_message):
         asked = [{"role": "user", "content": prompt}] if kind == "prompt" and isinstance(prompt, str) else prompt
         return _chat_ids(kind, asked, request, tokenizer, options, now)

@@ -27,9 +27,9 @@ from flexengine.plan.sizes import aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 
-# Tokens of a gpu_batch, the most important ones first. Seconds are interpolated between them. The first NEEDED are always
-# measured, the others if there is time. torch's products are up to a third faster if the number of tokens is a multiple
-# of 16; 20 and 40 are not.
+# Tokens of a gpu_batch, the most important ones first. Seconds are interpolated between them. The first NEEDED are
+# always measured, the others if there is time. torch's products are up to a third faster if the number of tokens is a
+# multiple of 16; 20 and 40 are not.
 TOKENS, NEEDED = (64, 1, 256, 20, 512, 16, 4, 40, 2048, 128, 32, 8), 2
 ROWS = (1, 8, 16, 64)  # of logits
 UNCACHED = 100 << 20  # bytes of layers, so that the CPU's caches hold no layer when it is computed again
