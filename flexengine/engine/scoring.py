@@ -200,7 +200,9 @@ def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
 
 def _is_one(value: object) -> bool:
     """Return whether a value is text or at least one token id, not a list of these."""
-    return isinstance(value, str) or (isinstance(value, Sequence) and any(isinstance(whole(v), int) for v in value[:1]))
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return isinstance(value, str)
+    return bool(value) and all(isinstance(whole(v), int) for v in value)
 
 
 def _row(index: int, context: Any, continuation: Any) -> Row:

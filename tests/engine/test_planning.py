@@ -173,14 +173,18 @@ def moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Hardware | 
     return calls
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize(("device", "policy"), [("cpu", None), ("sim", None), ("cpu", Policy(4))])
 def test_a_model_is_measured_for_a_moment_once(
-    families: Any, moments: list[Hardware | None], monkeypatch: pytest.MonkeyPatch, device: str
+    families: Any,
+    moments: list[Hardware | None],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    policy: Policy | None,
 ) -> None:
     """Before all but the shortest jobs. Its rates are stored, also for other processes."""
     monkeypatch.setattr(planning, "MIN_QUICK_SECONDS", 0.05)
     for rows, calls in ((1, 0), (300, 1), (300, 1)):
-        with Engine(families("llama").directory, device=device) as engine:
+        with Engine(families("llama").directory, device=device, policy=policy) as engine:
             before = {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()}
             engine.plan(Workload({(8, 8): rows}))
             engine.plan(Workload({(8, 8): rows}))

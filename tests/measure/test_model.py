@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.measure import attention, model
+from flexengine.measure import attention, fused, model
 from flexengine.model.skeleton import Skeleton
-from tests.helpers.measuring import books
+from tests.helpers.measuring import books, hardware
 
 # One model.
 
@@ -46,6 +46,28 @@ def test_model(families: Any, tmp_path: Path, family: str) -> None:
             assert all(seconds > 0 for _, seconds in table)
         assert list(heads) == [facts.head_signature]
         assert [x for x, _ in heads[facts.head_signature]] == list(model.ROWS)
+        results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
+
+
+@pytest.mark.parametrize(("family", "native"), [("llama", True), ("qwen3-moe", False)])
+def test_layers_in_one_call(families: Any, tmp_path: Path, family: str, native: bool) -> None:
+    """What is saved is the difference between the rates of layers and attention and the time of the call; nothing is
+    saved where modules compute layers, or the rates are less."""
+    known = families(family)
+    with Engine(known.directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
+        opened, machine = engine.core.opened, engine.core.machine
+        before, booked = held_by(opened.skeleton), books(machine)
+        names = {opened.facts.signature(j) for j in range(4)}
+        rates = {opened.facts.attention_signature(None): {"call": ((1.0, 1e-12),), "decode": ((1.0, 1e30),)}}
+        slow, fast = (
+            hardware(layers=dict.fromkeys(names, ((1.0, seconds),)), attention=rates) for seconds in (1.0, 1e-12)
+        )
+        saved = fused.measure_fused(slow, opened, machine)
+        assert (held_by(opened.skeleton), books(machine)) == (before, booked)
+        assert set(saved) == (names if native else set())
+        assert all(0.9 * fused.SEQUENCES < seconds < fused.SEQUENCES for seconds in saved.values())
+        assert set(fused.measure_fused(fast, opened, machine).values()) <= {0.0}
         results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
         assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
 

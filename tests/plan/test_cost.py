@@ -14,7 +14,7 @@ from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.loading import LOAD_BYTES
 from flexengine.plan.problem import phases as phases_of
-from flexengine.plan.rates import Attention, Rates
+from flexengine.plan.rates import Attention, Curve, Rates
 from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -150,6 +150,28 @@ def test_a_resident_job_is_the_sum_of_its_layers() -> None:
     assert told.tokens == rows * n
     assert told.tok_s == pytest.approx(rows * n / told.seconds)
     assert sum(told.counts.values()) == pytest.approx(sweeps)
+
+
+@pytest.mark.parametrize("away", ["weights", "cache", "activations", None])
+def test_layers_of_one_call_are_faster_where_all_is_on_the_device(away: str | None) -> None:
+    """By `Hardware.fused`, for each layer of each gpu_batch: as `JoinedLayers` joins them."""
+    model, work = opt(7, 2048, 32), Workload({(100, 12): 40})
+    places: dict[str, tuple[float, float, float]] = {} if away is None else {away: (0.0, 1.0, 0.0)}
+    policy = Policy(10, 2, schedule="zigzag", prefill_tokens=500, **places)
+    apart, fused = (
+        Cost(model, replace(FLAT, fused=fused), work).predict(lay_out(model, policy, work, FLAT.capacity))
+        for fused in ({}, {model.signature(0): 1e-4})
+    )
+    cells = 2 * (20 * 100 // 500 + 2 * 11)
+    saved = 7e-4 * cells if away is None else 0.0
+    assert apart.busy["device"] - fused.busy["device"] == pytest.approx(saved, rel=1e-6)
+
+
+def test_seconds_lie_on_straight_lines() -> None:
+    """Between points, and on those through 0 and the first or the last one beyond them."""
+    curve = Curve(((4.0, 2.0), (8.0, 3.0), (16.0, 9.0)))
+    assert [curve.one(n) for n in (0, 2, 4, 6, 8, 12, 16, 32)] == [0, 1, 2, 2.5, 3, 6, 9, 18]
+    assert curve(np.array([[2.0], [12.0]])).tolist() == [[1.0], [6.0]]
 
 
 def test_phases_add_up_to_the_prediction() -> None:
