@@ -111,7 +111,7 @@ def run(asked: Asked) -> Record:
         opened = time.perf_counter()
         try:
             workload = engine.reader.survey(rows, SamplingParams(ignore_eos=True))
-            layout = engine.plan(workload)
+            layout = engine.planner.plan(workload).layout
             planned = time.perf_counter()
             cost = engine.planner.cost(workload)
             prediction = cost.predict(layout)

@@ -186,8 +186,8 @@ def test_a_model_is_measured_for_a_moment_once(
     for rows, calls in ((1, 0), (300, 1), (300, 1)):
         with Engine(families("llama").directory, device=device, policy=policy) as engine:
             before = {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()}
-            engine.plan(Workload({(8, 8): rows}))
-            engine.plan(Workload({(8, 8): rows}))
+            engine.planner.plan(Workload({(8, 8): rows}))
+            engine.planner.plan(Workload({(8, 8): rows}))
             assert {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()} == before
             assert len(moments) == calls
             known, facts = engine.planner.rates.known(), engine.facts
