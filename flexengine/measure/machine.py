@@ -87,7 +87,7 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
             with measuring("this model's attention", "model", "2 s for each shape"):
                 found["attention"] = {**measure_attention(opened, machine)}
         if found["layers"]:
-            found["fused"] = {**measure_fused(store.joined(hardware, found, facts), opened, machine)}
+            found["fused"] = {**measure_fused(opened, machine)}
         if not knows_blocks(hardware, facts):
             with measuring("records of this model's neurons", "model", "10 s"):
                 found["blocks"] = {**resolve_name(RECORDS)(opened, machine)}
@@ -169,7 +169,7 @@ def quick_model(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict
     if not knows_attention(hardware, opened.facts):
         found["attention"] = {**measure_attention(opened, machine, quick=True)}
     if found.get("layers"):
-        found["fused"] = {**measure_fused(store.joined(hardware, found, opened.facts), opened, machine)}
+        found["fused"] = {**measure_fused(opened, machine)}
     if not knows_blocks(hardware, opened.facts):
         found["blocks"] = {**resolve_name(RECORDS)(opened, machine, quick=True)}
     return found

@@ -38,7 +38,7 @@ COMPUTING = (
     *("products", "prompt_attention", "decode_attention", "elementwise", "vector_flops", "cell_seconds"),
     *("task_seconds", "sweep_seconds", "sequence_seconds", "layers", "fused", "heads", "attention", "quick"),
 )
-OWN = ("layers", "fused", "heads", "attention", "blocks")  # fields of `Hardware` about models, by signature
+OWN = ("layers", "fused", "heads", "attention", "blocks")  # fields of `Hardware` with tables of models, by signature
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 
 
@@ -231,7 +231,7 @@ def corrected(
 
     return replace(
         hardware, corrected=now, layers=stretched(hardware.layers), heads=stretched(hardware.heads),
-        fused={name: seconds * more.get(name, 1.0) for name, seconds in hardware.fused.items()},
+        fused=stretched(hardware.fused),
         links={lane: _times(table, 1 / more.get(lane, 1.0)) for lane, table in hardware.links.items()},
         blocks={name: {what: _times(table, 1 / more.get(name, 1.0)) for what, table in tables.items()}
                 for name, tables in hardware.blocks.items()},

@@ -188,8 +188,8 @@ class Hardware:
         sweep_seconds, sequence_seconds: bookkeeping of a sweep, and of one sequence in a sweep.
         crosstalk: by lane and other lane, seconds that one busy second of the other lane adds to the lane.
         layers: by `ModelFacts.signature`, (tokens of a gpu_batch, seconds) of one layer without its attention.
-        fused: by `ModelFacts.signature`, seconds by which a layer with its attention is faster if one call of kernels
-            computes it with the layers beside it.
+        fused: by `ModelFacts.signature`, (sequences, seconds) of one layer with its attention, which has almost nothing
+            to read, if one call of kernels computes several layers.
         heads: by `ModelFacts.head_signature`, (rows, seconds) of logits and tokens.
         blocks: by `NeuronFacts.signature`, measured tables of records of neurons, in bytes of records per second. read:
             (records per call), scattered. some: (tokens), naming and computing records in memory. all: (tokens),
@@ -245,7 +245,7 @@ class Hardware:
     sequence_seconds: IfKnown = 0.0
     crosstalk: Mapping[str, Mapping[str, _Slowed]] = field(default_factory=dict)
     layers: Mapping[str, _Points] = field(default_factory=dict)
-    fused: Mapping[str, IfKnown] = field(default_factory=dict)
+    fused: Mapping[str, _Points] = field(default_factory=dict)
     heads: Mapping[str, _Points] = field(default_factory=dict)
     attention: Mapping[str, Mapping[str, _Points]] = field(default_factory=dict)
     blocks: Mapping[str, Mapping[str, _Points]] = field(default_factory=dict)

@@ -14,6 +14,7 @@ continued   as prompts, at the number of tokens cached before.
 call        0 s: `cell_seconds` includes the call.
 """
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,12 @@ class Curve:
 
     def one(self, tokens: float) -> float:
         """Return the seconds of one number."""
-        return float(self(tokens))
+        (first, low), (last, high) = self.points[0], self.points[-1]
+        if tokens <= first or tokens >= last:
+            return low * tokens / first if tokens <= first else high * tokens / last
+        end = bisect(self.points, (tokens,))
+        (a, x), (b, y) = self.points[end - 1 : end + 1]
+        return x + (y - x) * (tokens - a) / (b - a)
 
 
 @dataclass(frozen=True)
@@ -174,10 +180,25 @@ class Rates:
         """Return the fixed seconds of the attention calls in all layers of one gpu_batch."""
         return sum(layers * self.attention[window].call for window, layers in self.windows.items())
 
+    def fused(self, tokens: Array | float) -> Array:
+        """Return the seconds of all layers of a gpu_batch that decodes, in calls for several layers, with what is fixed
+        in their attention."""
+        return np.asarray(sum(times * curve(tokens) for curve, times in self.joined))
+
     @cached_property
-    def fused(self) -> float:
-        """Return the seconds by which all layers of a gpu_batch are faster in calls for several layers."""
-        return sum(times * self.hardware.fused.get(name, 0.0) for name, (_, times) in self.layers.items())
+    def joined(self) -> list[tuple[Curve, int]]:
+        """By kind of layer, the curve of `fused`, and number of such layers; [] if it was not measured, or if chosen
+        values are attended to. Beyond the measured sequences as much time is saved as at the most of them."""
+        call, found = self.calls / max(1, len(self.model.layers)), list[tuple[Curve, int]]()
+        for name, (curve, times) in self.layers.items():
+            points = self.hardware.fused.get(name, ())
+            if not points or self.model.topk is not None:
+                return []
+            most, seconds = points[-1]
+            saved = curve.one(most) + call - seconds
+            rest = tuple((n, max(seconds, s + call - saved)) for n, s in curve.points if n > most)
+            found.append((Curve((*points, *rest)), times))
+        return found
 
     @property
     def crosstalk(self) -> Mapping[str, Mapping[str, float]]:

@@ -116,18 +116,20 @@ def parts(
     """
     hardware, g = rates.hardware, policy.gpu_batch_size
     units = len(rates.model.layers) + (chunks if policy.weights[0] < 1 else 1)
-    full_layers, full_head = float(rates.stack(g)), float(rates.head(g))
+    whole = policy.weights[0] == policy.cache[0] == policy.activations[0] == 1
+    fused = whole and bool(rates.joined)  # as `worker.weights.JoinedLayers` joins them
+    stack, calls = (rates.fused, 0.0) if fused else (rates.stack, rates.calls)
+    full_layers, full_head = float(stack(g)), float(rates.head(g))
     prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
-    calls = rates.calls
-    if policy.weights[0] == policy.cache[0] == policy.activations[0] == 1:  # as in `worker.weights.JoinedLayers`
-        calls -= rates.fused
-    layers = head = cells = np.zeros(sweeps.times.shape)
+    layers = head = cells = called = np.zeros(sweeps.times.shape)
     for home, share in ((home, share) for home, share in split.items() if share > 0):
         full, rest, joined, apart = formed(policy, sweeps, prompts, home, share)
-        layers = layers + full * full_layers + rates.stack(rest + joined) + apart * prompts.token_seconds
+        layers = layers + full * full_layers + stack(rest + joined) + apart * prompts.token_seconds
         head = head + full * full_head + rates.head(rest + joined / prompts.prompt)
         head = head + apart * prompts.token_batches * prompt_head
-        cells = cells + full + (rest > 0) + apart * prompts.token_batches
+        decoding, prompting = full + (rest > 0), apart * prompts.token_batches
+        cells = cells + decoding + prompting
+        called = called + decoding * calls + prompting * rates.calls
     head = head + sweeps.logits * float(rates.head(SCORED_ROWS)) / SCORED_ROWS
     fresh = np.zeros(sweeps.times.shape)
     for window, count in rates.windows.items():
@@ -136,7 +138,7 @@ def parts(
         fresh = fresh + count * (seconds + attention.prompt(late, prompts.past, "continued"))
     return {
         "bookkeeping": hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live,
-        "layers": layers, "head": head, "calls": cells * calls, "tasks": cells * units * hardware.task_seconds,
+        "layers": layers, "head": head, "calls": called, "tasks": cells * units * hardware.task_seconds,
         "prompt attention": fresh, "decode attention": decode_attention(rates, sweeps),
     }  # fmt: skip
 

@@ -154,17 +154,33 @@ def test_a_resident_job_is_the_sum_of_its_layers() -> None:
 
 @pytest.mark.parametrize("away", ["weights", "cache", "activations", None])
 def test_layers_of_one_call_are_faster_where_all_is_on_the_device(away: str | None) -> None:
-    """By `Hardware.fused`, for each layer of each gpu_batch: as `JoinedLayers` joins them."""
+    """By `Hardware.fused`, for each layer of each gpu_batch that decodes: as `JoinedLayers` joins them."""
     model, work = opt(7, 2048, 32), Workload({(100, 12): 40})
-    places: dict[str, tuple[float, float, float]] = {} if away is None else {away: (0.0, 1.0, 0.0)}
-    policy = Policy(10, 2, schedule="zigzag", prefill_tokens=500, **places)
+    name, places = model.signature(0), {} if away is None else {away: (0.0, 1.0, 0.0)}
+    policy = Policy(10, 2, schedule="zigzag", prefill_tokens=500, **places)  # type: ignore[arg-type]
+    known = replace(FLAT, layers={name: ((1, 1e-3), (1000, 1.0))})
     apart, fused = (
-        Cost(model, replace(FLAT, fused=fused), work).predict(lay_out(model, policy, work, FLAT.capacity))
-        for fused in ({}, {model.signature(0): 1e-4})
+        Cost(model, replace(known, fused=table), work).predict(lay_out(model, policy, work, FLAT.capacity))
+        for table in ({}, {name: ((1.0, 5e-4), (20.0, 1e-2))})
     )
-    cells = 2 * (20 * 100 // 500 + 2 * 11)
-    saved = 7e-4 * cells if away is None else 0.0
+    saved = 7 * 2 * 2 * 11 * 10 * 5e-4 if away is None else 0.0
     assert apart.busy["device"] - fused.busy["device"] == pytest.approx(saved, rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 3.0, 5.0])
+@pytest.mark.parametrize("tokens", [0.1, 1, 40, 64, 65, 300, 5000])
+def test_a_layer_in_one_call_is_corrected_like_others(factor: float, tokens: float) -> None:
+    """However little of its time is that of the layer alone."""
+    model = opt(7, 2048, 32)
+    name, shape = model.signature(0), model.attention_signature(None)
+
+    def rates(by: float) -> Rates:
+        layers, fused = ({name: tuple((x, by * y) for x, y in points)} for points in (alone, together))
+        return Rates.of(model, replace(FLAT, layers=layers, fused=fused, attention={shape: {"call": ((1, 4e-4),)}}))
+
+    alone, together = ((1, 3e-4), (64, 4e-4), (512, 2e-3)), ((1, 2e-4), (64, 3e-4))
+    assert float(rates(factor).fused(tokens)) == pytest.approx(factor * float(rates(1.0).fused(tokens)))
+    assert float(rates(factor).fused(tokens)) > 0
 
 
 def test_seconds_lie_on_straight_lines() -> None:

@@ -170,7 +170,7 @@ def faster_device(hardware: Hardware) -> Hardware:
         decode_attention=attention["decode"], attention=measured, vector_flops=2 * hardware.vector_flops,
         elementwise=2 * hardware.elementwise, cell_seconds=hardware.cell_seconds / 2,
         layers=_times(0.5, hardware.layers), heads=_times(0.5, hardware.heads),
-        fused={name: seconds / 2 for name, seconds in hardware.fused.items()},
+        fused=_times(0.5, hardware.fused),
         blocks={key: _times(2, tables, "some", "all") for key, tables in hardware.blocks.items()},
     )  # fmt: skip
 
@@ -207,13 +207,14 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
     timed = Rates.of(_coded(model), hardware) if "int4" in hardware.products else rates
     first = {model.signature(j): j for j in reversed(range(len(model.layers)))}
     layers = {other.signature(j): tuple((x, timed.one_layer(j, x)) for x in _TOKENS) for j in first.values()}
+    fused = {other.signature(j): hardware.fused[name] for name, j in first.items() if name in hardware.fused}
     heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)} if other.output else {}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
         hardware,
         layers={**hardware.layers, **layers},
         heads={**hardware.heads, **heads},
-        fused={**hardware.fused, **{other.signature(j): hardware.fused.get(name, 0.0) for name, j in first.items()}},
+        fused={**hardware.fused, **fused},
         streaming={**hardware.streaming, **streaming},
         delegation={**hardware.delegation, other.signature(0): rates.delegated},
     )
