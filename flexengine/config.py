@@ -35,7 +35,7 @@ def parse_size(text: str | int, option: str) -> int:
         size = float(match[1]) * _UNITS[match[2]]
     if not 1 <= size < _LARGEST_SIZE:
         raise InvalidInput(f"{option} is {shown(text)}; it must be at least one byte and below 2**60 bytes")
-    return int(size)
+    return round(size)
 
 
 MAX_STOPS = 16

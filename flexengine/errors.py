@@ -82,8 +82,8 @@ class OutOfMemory(FlexError, MemoryError):
 
 
 ONE_SEQUENCE = "the KV cache of one sequence"  # `OutOfMemory.what` begins with this text if shorter rows would fit
-_OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more",
-            "disk": "set --offload-dir to a directory with {} free"}  # fmt: skip
+_OPTIONS = {"device": "set --device-mem {0} or more", "host": "set --host-mem {0} or more",
+            "disk": "set --offload-dir to a directory with {1} free"}  # fmt: skip
 
 
 def _option(tier: str, nbytes: int, engines: int) -> str:
@@ -91,8 +91,8 @@ def _option(tier: str, nbytes: int, engines: int) -> str:
     if place_of(tier).worker:
         each = f", of which each of {engines} processes gets a part" if engines > 1 else ""
         return f"set --worker-mem {size_option(nbytes * engines)} or more{each}"
-    further = f"set --offload-dir (the directory of {tier}) to one with {{}} free"
-    return _OPTIONS.get(tier, further).format(size_option(nbytes))
+    further = f"set --offload-dir (the directory of {tier}) to one with {{1}} free"
+    return _OPTIONS.get(tier, further).format(size_option(nbytes), size_within(nbytes))
 
 
 class TooLittle(OutOfMemory):

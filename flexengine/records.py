@@ -132,7 +132,7 @@ def unwrapped(value: Any) -> Any:
     return value if way is None else getattr(value, way)()
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """Return an array, a column or another iterable that has an order as a list; others, and sequences, as they are."""
     value = unwrapped(value)
     return list(value) if isinstance(value, Iterable) and not isinstance(value, Sequence | Set | Mapping) else value

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.config import SamplingParams, parse_size
-from flexengine.errors import InvalidInput, size_option
+from flexengine.errors import InvalidInput, TooLittle, size_option
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.records import read
@@ -43,7 +43,9 @@ def test_parse_size_refuses_other_values(value: Any, shown: str) -> None:
         parse_size(value, "--host-mem")
 
 
-@pytest.mark.parametrize("nbytes", [1, 999, 1001, 12_345, 999_500, 999_999, 1_234_567_890, 10**12 + 1, 10**16 - 1])
+@pytest.mark.parametrize(
+    "nbytes", [1, 999, 1001, 12_345, 999_500, 999_999, 2_030_000, 1_234_567_890, 10**12 + 1, 10**16 - 1]
+)
 def test_a_size_of_a_remedy_can_be_given_and_is_enough(nbytes: int) -> None:
     more, less = size_option(nbytes), size_option(nbytes, up=False)
     assert 0.99 * nbytes - 1 < parse_size(less, "it") <= nbytes <= parse_size(more, "it") < 1.01 * nbytes + 1
@@ -51,6 +53,14 @@ def test_a_size_of_a_remedy_can_be_given_and_is_enough(nbytes: int) -> None:
     with command_words():
         assert in_python(f"set --device-mem {more} or more") == f"set --device-mem {more} or more"
     assert in_python(f"set --device-mem {more} or more") == f"set device_mem='{more}' or more"
+
+
+def test_a_size_that_is_no_value_of_an_option_has_a_space() -> None:
+    least = dict.fromkeys(("device", "disk", "disk2"), 1_231_000_000)
+    assert str(TooLittle("it", least, least, dict.fromkeys(least, ""))).endswith(
+        "; set --device-mem 1.24GB or more and set --offload-dir to a directory with 1.24 GB free"
+        " and set --offload-dir (the directory of disk2) to one with 1.24 GB free"
+    )
 
 
 @pytest.mark.parametrize("text", ["0", "0.0G", 0, -7, "99999999T", 10**400, "9" * 5000])

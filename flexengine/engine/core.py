@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -37,18 +36,13 @@ from flexengine.worker.worker import Worker
 VERIFIER = "flexengine.model.verify:Verifier"
 ATTENDER = "flexengine.worker.attend:attender_of"
 ON_DEMAND = "flexengine.worker.on_demand:OnDemand"
-
-
-@cache
-def _first_process() -> int:
-    """Return the process that opened a model first. Processes that were forked from it return it, too."""
-    return os.getpid()
+_openers = set[int]()  # processes that opened a model: this one, and those that it was forked from
 
 
 def _check_fork() -> None:
     """Raise InvalidInput in a process that was forked from one that opened a model, as OpenMP (libgomp) would wait for
     the parent's threads forever. With one thread it does not."""
-    if _first_process() != os.getpid() and torch.get_num_threads() > 1:
+    if _openers - {os.getpid()} and torch.get_num_threads() > 1:
         raise InvalidInput(
             "this process was forked from one that had opened an Engine, whose threads of torch it lacks; start"
             " processes by multiprocessing.get_context('spawn') and open an Engine in each"
@@ -97,6 +91,7 @@ class Core:
             trust = Trust(options.trust_remote_code, self.verifier, options.allow_symlinks, memory)
             kind = self.machine.kind
             self.opened = open_model(name, options.dtype, kind, trust, lossy=options.lossy, layers=layers)
+            _openers.add(os.getpid())  # a model that was refused has started no threads
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
             self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)

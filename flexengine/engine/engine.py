@@ -12,7 +12,7 @@ from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Params
 from flexengine.errors import InvalidInput, shown
 from flexengine.job.rows import one_of, refuse_table
-from flexengine.records import check_argument, listed
+from flexengine.records import as_list, check_argument
 from flexengine.words import python_words
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
@@ -131,7 +131,7 @@ class Engine(Session):
             >>> engine.chat([{"role": "user", "content": "Name three colours."}]).generated_text
         """
         refuse_table("messages", messages)
-        messages = listed(messages)
+        messages = as_list(messages)
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages, or of such lists")
         check_argument("tools", tools, Annotated[list[Any] | None, "a list of tools (JSON schemas), or None"])

@@ -21,7 +21,7 @@ from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.foreign import whole
 from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Request, Row, Target, check_text, checked_ids, tokenized
 from flexengine.model.tokenizer import opening, token_ids
-from flexengine.records import listed, plain
+from flexengine.records import as_list, plain
 
 MAX_CHOICES = 1000
 
@@ -178,7 +178,7 @@ def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
     """
     given.refuse_table("context", context)
     given.refuse_table("continuation", continuation)
-    context, continuation = plain(listed(context)), plain(listed(continuation))
+    context, continuation = plain(as_list(context)), plain(as_list(continuation))
     if _is_one(continuation):
         if not (_is_one(context) or context == []):
             fault = f"context is {shown(context)} beside one continuation"

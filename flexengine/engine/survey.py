@@ -10,7 +10,7 @@ import re
 import tempfile
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -237,7 +237,7 @@ class PromptReader:
         replace `params`."""
         for i, prompt in enumerate(prompts):
             row = row_of(prompt, i)
-            if isinstance(prompt, Mapping):  # fields of files were reported when they were opened
+            if not isinstance(prompt, str | Row):  # fields of files were reported when they were opened
                 self._report_misspelt(row)
             defaults = params if isinstance(params, SamplingParams) else params[i]
             scored = row.is_scored and row.error is None

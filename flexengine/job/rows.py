@@ -13,13 +13,12 @@ from flexengine.config import SamplingParams
 from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.chats import TOOLS, chat_token_ids, check_format, check_roles, messages_of, tools_of
-from flexengine.job.foreign import CHAT_ONLY, OVERRIDES, check_foreign, own_sampling, whole
+from flexengine.job.foreign import CHAT_ONLY, check_foreign, own_sampling, whole
 from flexengine.records import unwrapped
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 CONTEXT = "context"  # field that stands before a continuation or choices
 SCORED_KINDS = ("continuation", "choices", "text")  # fields of rows that are scored
-_OF_ROWS = frozenset({*PROMPT_KINDS, CONTEXT, *SCORED_KINDS, *OVERRIDES})  # fields
 _LIBRARIES = {  # how each writes a column as a list, and a table as a file
     "polars": ("to_list", "df.write_ndjson('rows.jsonl')"),
     "pyarrow": ("to_pylist", "pyarrow.parquet.write_table(table, 'rows.parquet')"),
@@ -83,7 +82,7 @@ def row_of(prompt: object, index: int) -> Row:
     """Return the row of a prompt given in Python: a string, a mapping with the fields of a JSONL row, or a row."""
     if isinstance(prompt, Row):
         return prompt
-    prompt = one_of(prompt)
+    prompt = one_of(prompt, alone=False)
     if isinstance(prompt, str):
         return Row(index, 0, {"prompt": prompt})
     if isinstance(prompt, Mapping):  # pandas has NaN for no value
@@ -94,12 +93,19 @@ def row_of(prompt: object, index: int) -> Row:
     return Row(index, 0).refused(f"is {json_kind(whole(prompt))}; {must}")
 
 
-def one_of(value: Any) -> Any:
-    """Return a prompt or a row that pandas, pyarrow or numpy hold: a Series whose index has fields of rows, which is a
-    row of a DataFrame, as a dict; a scalar as Python's. Return other values as they are."""
-    if type(value).__name__ == "Series" and hasattr(value, "to_dict") and not _OF_ROWS.isdisjoint(value.index):
+def one_of(value: Any, alone: bool = True) -> Any:
+    """Return a prompt or a row that pandas, pyarrow or numpy hold: a Series that is a row of a DataFrame as a dict; a
+    scalar as Python's. Return other values as they are. alone: a Series may be a column instead, with a prompt each."""
+    if type(value).__name__ == "Series" and hasattr(value, "to_dict") and not (alone and _is_column(value)):
         return value.to_dict()
     return unwrapped(value) if hasattr(value, "as_py") or getattr(value, "ndim", None) == 0 else value
+
+
+def _is_column(series: Any) -> bool:
+    """Return whether a Series of pandas may be a column of prompts: it has no prompt as a row has it, or only texts and
+    no name that is the number of a row."""
+    texts = all(isinstance(each, str | None) or is_missing(each) for each in series)
+    return set(PROMPT_KINDS).isdisjoint(series.index) or (texts and isinstance(series.name, str | None))
 
 
 def refuse_table(name: str, value: Any, file: bool = False) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
@@ -25,8 +26,8 @@ import torch
 from flexengine import Engine, EngineOptions, Hardware, InvalidInput, Links, Lossy, Policy, SamplingParams, TooLittle
 from flexengine.activity import Activity, activity, message, reporting
 from flexengine.engine.job import Job
-from flexengine.errors import shown
-from flexengine.job.rows import refuse_table, row_of
+from flexengine.errors import ModelNotFound, shown
+from flexengine.job.rows import one_of, refuse_table, row_of
 from flexengine.words import command_words, in_python
 from tests.helpers.speaker import make_speaker
 
@@ -53,7 +54,7 @@ class Polars:
 
 def columns_of(values: list[Any]) -> Iterator[Any]:
     """Yield a column in all forms that Python's libraries have."""
-    yield from (values, tuple(values), pd.Series(values), np.array(values), Polars(values))
+    yield from (values, tuple(values), deque(values), pd.Series(values), np.array(values), Polars(values))
     yield (value for value in values)
     pyarrow = pytest.importorskip("pyarrow")
     yield from (pyarrow.array(values), pyarrow.table({"prompt": values})["prompt"])
@@ -139,11 +140,13 @@ def test_a_misspelt_field_is_named_once(engine: Any, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "flexengine"):
         for _ in range(2):
             given = {"prompt": "One two", "max_token": 1, "top-p": 0.5, "max_tokens": 2, "ignore_eos": True, "topic": 1}
-            assert tokens(engine.generate([given, given])) == [engine.expected[0]] * 2
+            assert tokens(engine.generate([given, pd.Series(given)])) == [engine.expected[0]] * 2
+        assert engine.generate([pd.Series({"prompt": "One", "max_toks": 1})], SHORT)[0].error is None
         assert engine.generate([{"promt": "One two"}])[0].error is not None
     said = [record.message for record in caplog.records if "did you mean" in record.message]
     assert said == [
         "fields max_token and top-p are data; did you mean max_tokens and top_p?",
+        "field max_toks is data; did you mean max_tokens?",
         "field promt is data; did you mean prompt?",
     ]
 
@@ -175,7 +178,34 @@ def test_one_prompt_in_another_form(engine: Any) -> None:
         assert engine.generate(given, SHORT).token_ids == engine.expected[0]
     assert tokens(engine.generate([row for _, row in frame.iterrows()], SHORT)) == engine.expected
     assert tokens(engine.generate(pd.Series(TEXTS, index=["a", "b"]), SHORT)) == engine.expected
-    assert "has none of prompt, messages" in engine.generate(FRAME.iloc[0]).error
+    assert "has none of prompt, messages" in engine.generate([FRAME.iloc[0]])[0].error
+
+
+def test_a_series_is_a_row_only_if_no_prompt_is_lost() -> None:
+    """Labels of a column may be named like fields of rows."""
+    rows = [
+        FRAME.rename(columns={"text": "prompt"}).iloc[0],
+        pd.DataFrame({"prompt": ["a"], "id": ["b"]}).iloc[0],
+        pd.Series({"prompt": "a", "max_tokens": 2}),
+        pd.Series({"messages": CHAT, "n": float("nan")}, name="x"),
+    ]
+    assert [one_of(row) for row in rows] == [dict(row) for row in rows]
+    columns = [
+        pd.Series({"text": "a", "prompt": "b"}),
+        pd.Series({"text": "a", "prompt": None}, name="text"),
+        pd.DataFrame({"label": ["n", "y"], "text": TEXTS}).groupby("label")["text"].first(),
+        *(pd.Series({name: "a", "x": 1}) for name in ("n", "seed", "stop", "text", "context")),
+    ]
+    assert all(one_of(column) is column for column in columns)
+    assert [row_of(column, 0).fields for column in columns[::2]] == [
+        {"text": "a", "prompt": "b"}, dict(n="One two", y="Three"), {"seed": "a", "x": 1}, {"text": "a", "x": 1}
+    ]  # fmt: skip
+
+
+def test_labels_of_a_column_are_no_fields(engine: Any) -> None:
+    for labels in (["n", "y"], ["text", "prompt"]):
+        assert tokens(engine.generate(pd.Series(TEXTS, index=labels), SHORT)) == engine.expected
+        assert tokens(list(engine.stream(pd.Series(TEXTS, index=labels), SHORT))) == engine.expected
 
 
 def test_what_is_no_list_of_prompts(engine: Any) -> None:
@@ -395,6 +425,17 @@ def test_a_fork_of_an_engine_is_refused(engine: Any) -> None:
         assert "; start processes by multiprocessing.get_context('spawn') and open an Engine in each" in said.read()
     assert os.waitpid(child, 0)[1] == 0
     assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
+
+
+def test_a_fork_of_a_process_whose_engine_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may open an engine, as no threads were started."""
+    monkeypatch.setattr("flexengine.engine.core._openers", set())
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    with pytest.raises(ModelNotFound):
+        Engine("nothing", device="cpu", device_mem="1G")
+    monkeypatch.setattr("os.getpid", lambda: 1)  # as in the fork
+    with pytest.raises(ModelNotFound):
+        Engine("nothing", device="cpu", device_mem="1G")
 
 
 @pytest.mark.slow  # forks of a process with torch

@@ -185,8 +185,8 @@ def _choices(scenario: Scenario, row: dict[str, Any]) -> tuple[str, ...]:
     if given.values:
         return given.values
     found = _list(row, given.column) if given.column else [text_of(row, column) for column in given.columns]
-    if len(found) < 2 or not all(found):
-        raise InvalidInput(f"the choices are {shown(found)}; there must be at least 2, none of them empty")
+    if len(found) < 2:
+        raise InvalidInput(f"the choices are {shown(found)}; there must be at least 2")
     return tuple(found)
 
 
