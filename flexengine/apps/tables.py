@@ -32,8 +32,8 @@ class FileTable:
     name: str  # name of the file, for messages
     form: str  # its format, one of `source.FORMATS`
     columns: tuple[str, ...]
-    # The rows, with cells by column. A row that cannot be read has a fault and no cells. Line 0 is a row whose fault
-    # names file and line.
+    # The rows, with cells by column. A row that cannot be read has a fault; its cells, if it has any, may be those of
+    # other columns, and go to the output only. Line 0 is a row whose fault names file and line.
     records: tuple[TableRow, ...]
     arrow: Any = None  # the pyarrow.Table of a Parquet or Arrow file; None for text
     delimiter: str = ""  # the character between cells of text; "" is that of the format
@@ -81,12 +81,10 @@ def read_records(
         limit: only the first rows; None is all.
     """
     with source.open() as file:
-        in_text = source.form in DELIMITERS
-        columns, records = csv_table(file, source) if in_text else arrow_table(source, None)
+        columns, records = csv_table(file, source) if source.form in DELIMITERS else arrow_table(source, None)
         if double := sorted(name for name, count in Counter(columns).items() if count > 1):
             raise InvalidInput(f"{what} has several columns named {double[0]!r}; rename them")
-        # Cells of a row with too few or too many of them may be those of other columns.
-        rows = tuple(row._replace(fields={}) if in_text and row.fault else row for row in islice(records, limit))
+        rows = tuple(islice(records, limit))
     if not rows:
         raise InvalidInput(f"{what} has no rows; name a file with at least one")
     return tuple(columns), rows
@@ -175,9 +173,10 @@ def _write(file: Any, name: str, table: FileTable, added: Sequence[Added]) -> No
 def _write_text(file: Any, table: FileTable, added: Sequence[Added]) -> None:
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     writer = csv.writer(text, delimiter=table.delimiter or DELIMITERS[table.form], lineterminator="\n")
-    writer.writerow((*table.columns, *(column.name for column in added)))
+    columns = dict.fromkeys((*table.columns, *(name for record in table.records for name in record.fields)))
+    writer.writerow((*columns, *(column.name for column in added)))
     for i, record in enumerate(table.records):
-        cells = [record.fields.get(column) for column in table.columns] + [column.values[i] for column in added]
+        cells = [record.fields.get(column) for column in columns] + [column.values[i] for column in added]
         writer.writerow([value if isinstance(value, str) else cell_text(value) or "" for value in cells])
     text.detach()  # the file stays open
 

@@ -22,7 +22,7 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.bounds import most_characters
 from flexengine.job.chats import chat_fault
-from flexengine.job.row_fields import meant_field, misspelt
+from flexengine.job.row_fields import MOST_NAMES, meant_field, misspelt
 from flexengine.job.rows import Request, Row, encode, row_of
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import check_edits
@@ -214,7 +214,7 @@ class PromptReader:
         self.shares, self.vocabulary = shares, skeleton.head[1][0]
         self._checked: Any = None  # texts of the last row that were looked up: most jobs have the same for all rows
         self._unused = set[str]()  # variables of chat templates that were reported as unused
-        self._misspelt = set[str]()  # names of fields that were reported
+        self._names = set[str]()  # of fields that were looked at, the first MOST_NAMES
         self.unscored = skeleton.head_module.step.fault  # why this model cannot score; None if it can
 
     def check(self, params: SamplingParams) -> None:
@@ -263,9 +263,10 @@ class PromptReader:
 
     def _report_misspelt(self, row: Row) -> None:
         """Report fields that are not read and resemble one that is, once each."""
-        names = [name for name in row.fields if isinstance(name, str) and name not in self._misspelt]
-        if meant := {name: ours for name in names if (ours := meant_field(name, row.prompt is not None))}:
-            self._misspelt.update(meant)
+        new = [name for name in row.fields if isinstance(name, str) and name not in self._names]
+        del new[MOST_NAMES - len(self._names) :]
+        self._names.update(new)
+        if meant := {name: ours for name in new if (ours := meant_field(name, row.prompt is not None))}:
             message(misspelt(meant), logging.WARNING)
 
     def _report_unused(self, variables: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ docs/python.md says which columns are read and added, and on what sampling noise
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,8 @@ def answered(batch: Any, params: SamplingParams, generate: Generate, row_options
     if not table:
         _check_columns(batch)
     names = batch.column_names if table else list(batch)
-    texts = list(map(str, names))
-    if not row_options and (data := data_columns(texts)):
-        _say(data)
-    if row_options and (meant := {name: ours for name in texts if (ours := meant_field(name))}):
-        _say(misspelt(meant))
+    if note := _note(tuple(map(str, names)), row_options):
+        _say(note)
     rows = rows_of(batch, (*READ, *OPTIONS) if row_options else READ)
     added = result_columns(results_of(rows, generate), json_columns(names if row_options else [], params))
     kept = {name: kept_name(name, added) for name in names}
@@ -65,6 +62,15 @@ def answered(batch: Any, params: SamplingParams, generate: Generate, row_options
 
 
 _say = cache(message)  # each text once in a process, as there is a batch every few seconds
+
+
+@lru_cache(16)
+def _note(names: tuple[str, ...], row_options: bool) -> str:
+    """Return what is said about the names of a batch's columns; "" if nothing."""
+    if not row_options:
+        return data_columns(names)
+    meant = {name: ours for name in names if (ours := meant_field(name))}
+    return misspelt(meant) if meant else ""
 
 
 def _check_columns(batch: object) -> None:
@@ -86,15 +92,19 @@ def rows_of(batch: Any, read: Sequence[str] = (*READ, *OPTIONS)) -> list[Row]:
     """Return the rows of a batch, with the fields `read`. Rows that cannot be run have an error.
 
     A row's index is its cell in column `index`, or its position in the batch if there is no column or the cell is null.
-    Whole numbers may be floats, as numpy stores whole numbers with gaps. A column with other values is data.
+    Whole numbers may be floats, as in numpy. A column without any is data; beside them, other values are rows' errors.
     """
     cells = ({name: _python(cell) for name, cell in row.items()} for row in _cells(batch, read))
     records = [record_of(0, each, ("prompt",)) for each in cells]
     given = [as_whole(record.fields.pop(INDEX, None)) for record in records]
-    if others := [each for each in given if each is not None and type(each) is not int]:
-        _say(f"column {INDEX} is data, as it holds {shown(others[0])}; rows are numbered by their places in a batch")
-    known = [place if others or index is None else index for place, index in enumerate(given)]
-    return list(map(_row, known, records))
+    rows = [_row(each if type(each) is int else i, records[i]) for i, each in enumerate(given)]
+    others = [i for i, each in enumerate(given) if each is not None and type(each) is not int]
+    if others and not any(type(each) is int for each in given):
+        _say(f"column {INDEX} is data, as it holds no whole numbers; rows are numbered by their places in a batch")
+        return rows
+    for i in others:
+        rows[i] = rows[i].refused(f"{INDEX} is {shown(given[i])}, beside whole numbers; it must be one, too")
+    return rows
 
 
 def results_of(rows: list[Row], generate: Generate) -> list[Result]:

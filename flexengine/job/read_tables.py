@@ -12,6 +12,7 @@ from itertools import count, islice
 from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
+from unicodedata import category, normalize
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, json_fault, meant, shown
@@ -32,7 +33,7 @@ _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 FURTHER = "further_cells"  # field with the cells of a row that has more than the header
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
 _BEGINNING = 1000  # characters of a cell by which it is text or not
-_WORD = re.compile(r"[^\w/@]*([가-힣]|[^\W\d_]{2,})(['’-][^\W\d_]+)*[^\w/@]*")
+_WORD = re.compile(r"[^\w/@]*([가-힣]|[^\W\d_]{2,})(['’\u200c\u200d-][^\W\d_]+)*[^\w/@]*")
 _NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]{2}")
 _OF_DATES = re.compile(
     r"((mon|tue(s)?|wed(nes)?|thu(rs)?|fri|sat(ur)?|sun)(day)?|jan(uary)?|feb(ruary)?|mar(ch)?|apr(il)?|may|june?|july?"
@@ -84,9 +85,12 @@ def longest_text(columns: Sequence[str], rows: Iterable[TableRow]) -> str | None
 
 def _is_text(cell: str) -> bool:
     """Return whether a cell has several words, no date, number, identifier or address. In Chinese, Japanese, Thai, Lao,
-    Burmese and Khmer, which write no spaces, two letters are words."""
-    parts = [part for part in cell[:_BEGINNING].split() if "://" not in part and not _OF_DATES.fullmatch(part)]
-    return any(map(_NO_SPACES.search, parts)) or sum(_WORD.fullmatch(part) is not None for part in parts) > 1
+    Burmese and Khmer, which write no spaces, two letters are words. Marks that do not combine with a letter to one, as
+    vowels of Hindi and Arabic, count as letters."""
+    given = normalize("NFC", cell[:_BEGINNING]).split()
+    parts = [part for part in given if "://" not in part and not _OF_DATES.fullmatch(part)]
+    spelt = ("".join("a" if category(each) in ("Mn", "Mc") else each for each in part) for part in parts)
+    return any(map(_NO_SPACES.search, parts)) or sum(_WORD.fullmatch(part) is not None for part in spelt) > 1
 
 
 def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .tsv") -> str:
@@ -150,22 +154,26 @@ def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[Ta
         fault = f"line {line} {fault}" if line else fault
         raise InvalidInput(f"input {source.name} has no header line that names the columns: {fault}")
 
-    unnamed = columns.count("") > 1 and not columns[-1]
+    unnamed, width = columns.count("") > 1 and not columns[-1], len(columns)
     while unnamed and columns and not columns[-1]:
         columns.pop()
+    if not columns:
+        raise InvalidInput(f"{source.name} has no header line that names the columns: line {line} has empty cells only")
     further_name = FURTHER
     while further_name in columns:
         further_name = KEPT + further_name
 
     def named() -> Iterator[TableRow]:
         for line, cells, fault in records:
-            if unnamed and not any(cells[len(columns) :]):
-                del cells[len(columns) :]
             fields: dict[str, Any] = dict(zip(columns, cells, strict=False))
-            if fault is None and len(cells) != len(columns):
-                fault = f"has {len(cells)} cells, but the header has {len(columns)}"
-                if further := cells[len(columns) :]:
-                    fields[further_name] = further
+            further = cells[len(columns) :]
+            if further and (any(further) or not unnamed):
+                fields[further_name] = further
+            if unnamed and any(further):
+                place = next(place for place, cell in enumerate(further, len(columns) + 1) if cell)
+                fault = f"has a cell in column {place}, which has no name"
+            elif fault is None and (len(cells) < len(columns) or further_name in fields):
+                fault = f"has {len(cells)} cells, but the header has {width}"
             yield TableRow(line, fields, fault)
 
     return columns, named()

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
 from flexengine.config import Result
@@ -16,11 +15,12 @@ RESULTS = frozenset(f.name for f in fields(Result)) - {"prompt"}  # fields of an
 KEPT = "input_"  # begins the names of own fields that are named like those of results
 OPTIONS = frozenset({*OVERRIDES, *FOREIGN})
 _READ = frozenset({*OPTIONS, TOOLS, "tool_choice", "parallel_tool_calls", "response_format"})  # data in tables
-_MOST_NAMES = 1000  # names of a file that are looked at, beside those of options and of fields of results
+MOST_NAMES = 1000  # names of a file that are looked at, beside those of options and of fields of results
 _SHORTEST, _LONGEST = 6, 64  # letters of a name that may be a misspelt option, and of a name that is looked at
 _ALIKE, _MOST_MISSING = 0.85, 2  # similarity of a misspelt name, and letters that it has more or less
 _BEGUN = 2 / 3  # least part of an option's name that a name of several words has
 _WORDS = re.compile("[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+_PLAIN = re.compile("[A-Za-z0-9_-]+")  # other names are no misspelt options
 _CHAIN = re.compile(f"(?:{KEPT})*")
 
 
@@ -108,7 +108,7 @@ def kept_name(name: str, results: Iterable[str] = RESULTS) -> str:
 
 
 def _words(name: str) -> list[str]:
-    return [word.lower() for word in _WORDS.findall(name)]
+    return [word.lower() for word in _WORDS.findall(name)] if _PLAIN.fullmatch(name) else []
 
 
 # Options here, and the words of their names, by the letters of their names here and in other programs.
@@ -116,10 +116,10 @@ _MEANINGS = {
     "".join(words): (ours, len(words))
     for name, ours in [*NAMES_HERE.items(), *zip(OVERRIDES, OVERRIDES, strict=True)]
     for words in (_words(name),)
+    if len(name) > 1  # names such as N and _n are those of data
 }
 
 
-@lru_cache(_MOST_NAMES)
 def meant_field(name: str, has_prompt: bool = True) -> str | None:
     """Return the option that the name of a field resembles, or, if the row has no prompt, the field for the prompt;
     None for names that are read, and for those that resemble none.
@@ -148,9 +148,10 @@ def misspelt(meant: Mapping[str, str]) -> str:
 
 def data_columns(columns: Sequence[str]) -> str:
     """Return what is said about columns of a table that are named like options, or resemble one; "" if there are none.
-    Names in capitals, such as Temperature, are those of data."""
-    near = {name: meant_field(name) for name in columns if name.islower()}
-    found = [*OPTIONS.intersection(columns), *(f"{name} (did you mean {ours}?)" for name, ours in near.items() if ours)]
+    Names that begin with a capital, such as Temperature, are those of data."""
+    near = {name: NAMES_HERE.get(name) or meant_field(name) for name in columns if not name[:1].isupper()}
+    found = [name for name in columns if name in OVERRIDES]
+    found += [f"{name} (did you mean {ours}?)" for name, ours in near.items() if ours]
     with_it = "with --row-options (row_options=True in Python) columns named like options set them for their rows"
     return f"{subject('column', sorted(found))} data; {with_it}" if found else ""
 
@@ -177,7 +178,7 @@ class FieldNotes:
             self._missing.difference_update(row.fields)
         if new := row.fields.keys() - self._seen.keys():
             for name in (each for each in row.fields if each in new):  # in order, so that no chance decides
-                known = len(self._seen) < _MOST_NAMES or name in OPTIONS or kept_name(name) != name
+                known = len(self._seen) < MOST_NAMES or name in OPTIONS or kept_name(name) != name
                 if known and row.fields[name] is not None and len(name) <= _LONGEST:
                     self._seen[name] = row.prompt is not None
 

@@ -10,7 +10,8 @@ import pytest
 from flexengine import Engine, SamplingParams
 from flexengine.activity import reporting
 from flexengine.config import Completion, Result
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
+from flexengine.job import columns
 from flexengine.job.columns import _say, answered, json_columns, result_columns, results_of, rows_of
 from flexengine.job.rows import Row
 from tests.helpers.families import NEW
@@ -127,12 +128,27 @@ def test_an_index_that_is_data(other: Any) -> None:
     said: list[str] = []
     _say.cache_clear()
     with reporting(lambda record: said.append(record.text)):
-        for batch in (objects(7, None, other), [7, 7, other]):
+        for batch in (objects("r0", None, other), [2.5, "r1", other]):
             rows = rows_of({"prompt": ["a"] * 3, "index": batch})
             assert [(r.index, r.error, r.fields) for r in rows] == [(i, None, {"prompt": "a"}) for i in range(3)]
-    (text,) = said
-    assert text.startswith("column index is data, as it holds ")
-    assert text.endswith("; rows are numbered by their places in a batch")
+    assert said == ["column index is data, as it holds no whole numbers; rows are numbered by their places in a batch"]
+
+
+@pytest.mark.parametrize("other", ["r1", "", True, 2.5])
+def test_an_index_that_is_no_whole_number_beside_others(other: Any) -> None:
+    """The row is an error, and the others keep their numbers, on which their noise depends."""
+    *rows, bad = rows_of({"prompt": ["a"] * 3, "index": [7, 8, other]})
+    assert [(row.index, row.error) for row in rows] == [(7, None), (8, None)]
+    assert bad.error == f"prompt 2: index is {shown(other)}, beside whole numbers; it must be one, too"
+
+
+def test_names_of_columns_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(columns, "meant_field", lambda name: seen.append(name))
+    batch = {"prompt": ["a"], **{f"looked_at_{i}": [1] for i in range(1100)}}
+    for _ in range(3):
+        answered(batch, SamplingParams(), lambda rows: [Result(row.index) for row in rows], row_options=True)
+    assert seen == list(batch)
 
 
 def test_columns_of_a_batch_come_back() -> None:
@@ -148,7 +164,7 @@ def test_columns_of_a_batch_come_back() -> None:
     assert said == [
         "columns max_token (did you mean max_tokens?) and temperature are data; with row_options=True columns named"
         " like options set them for their rows",
-        "column index is data, as it holds 'r1'; rows are numbered by their places in a batch",
+        "column index is data, as it holds no whole numbers; rows are numbered by their places in a batch",
         "error and input_error of the batch are returned as input_error and input_input_error, beside the results",
         "field max_token is data; did you mean max_tokens?",
     ]

@@ -81,7 +81,7 @@ def test_columns_of_tables_are_data(tmp_path: Path, suffix: str) -> None:
     items, out, said = job(stored(tmp_path, table, suffix))
     assert [item.sampling for item in items if isinstance(item, Request)] == [DEFAULTS] * (COUNT - 1)
     check_joined(table, out)
-    data = sorted([*DATA, *LENGTHS, "max_token (did you mean max_tokens?)"])
+    data = sorted([*DATA, *(f"{name} (did you mean max_tokens?)" for name in ("max_length", "max_token"))])
     assert said == [
         RENAMED,
         f"columns {', '.join(data[:-1])} and {data[-1]} are data; with row_options=True columns named like options set"
@@ -227,6 +227,7 @@ ORDINARY = (
     "id text title topic steps stops seeds temp score note message choices user tokens num_tokens total_tokens"
     " max_price max_temp min_temp temperature_c temperature_max avg_temperature temperature2 log presence frequency"
     " sequence repetition format language stop_name seed_id bus_stop random_state words ignore top_10 prompt_id 评论"
+    " N _n n% n° än #n seed评论 n(%)"
 )
 
 
@@ -245,6 +246,14 @@ def test_ordinary_columns_are_not_named(tmp_path: Path, suffix: str) -> None:
     names = [*ORDINARY.split(), "prompt", *(["Temperature", "Seed", "Stop"] if suffix == ".csv" else [])]
     with InputRows(stored(tmp_path, pandas.DataFrame({name: ["a"] for name in names}), suffix)) as rows:
         assert rows.scan().notes == ()
+
+
+def test_columns_that_resemble_options(tmp_path: Path) -> None:
+    """In lower or mixed case. Columns that no switch makes options are not named."""
+    names = ["prompt", "maxTokens", "topP", "images", "suffix", "MaxTokens"]
+    with InputRows(stored(tmp_path, pandas.DataFrame({name: ["a"] for name in names}), ".csv")) as rows:
+        (note,) = rows.scan().notes
+    assert note.startswith("columns maxTokens (did you mean max_tokens?) and topP (did you mean top_p?) are data; ")
 
 
 def test_a_misspelt_prompt(tmp_path: Path) -> None:
@@ -311,7 +320,7 @@ def test_columns_without_a_name_at_the_end(tmp_path: Path) -> None:
     first, short, other = rows_of(tmp_path, b"Nr;prompt;;\n1;a;;\n2;b\n3;c;;d\n", "in.csv", delimiter=";")
     assert (first.fields, short.fields) == ({"Nr": "1", "prompt": "a"}, {"Nr": "2", "prompt": "b"})
     assert (first.error, short.error) == (None, None)
-    assert other.error == "line 4: has 4 cells, but the header has 2"
+    assert other.error == "line 4: has a cell in column 4, which has no name"
     assert other.fields["further_cells"] == ["", "d"]
     (index,) = rows_of(tmp_path, b",prompt,,\n0,a,,\n", "index.csv")
     assert index.fields == {"": "0", "prompt": "a"}
@@ -319,6 +328,8 @@ def test_columns_without_a_name_at_the_end(tmp_path: Path) -> None:
         assert rows_of(tmp_path, data, "one.csv")[0].fields == fields  # pandas writes its index so
     with pytest.raises(InvalidInput, match="has several columns without a name; name them"):
         rows_of(tmp_path, b",,prompt\n0,1,a\n", "two.csv")
+    with pytest.raises(InvalidInput, match="no header line that names the columns: line 1 has empty cells only"):
+        rows_of(tmp_path, b";;\nNr;prompt;\n1;a;\n", "blank.csv", delimiter=";")
 
 
 @pytest.mark.parametrize(
@@ -332,6 +343,12 @@ def test_columns_without_a_name_at_the_end(tmp_path: Path) -> None:
         ({"when": ["2024-01-01 10:00:00"], "day": ["Mon Jan 01 2024, 10:00 AM"], "day2": ["1 January 2024"]}, "NAME"),
         ({"url": ["https://a.b/c d.e"], "iban": ["DE89 3704 0044"], "kg": ["12.5 kg"], "日": ["2024年1月1日"]}, "NAME"),
         ({"url": ["https://a.b/a-long-address of-a-page"], "body": ["Don't go!"]}, "body"),
+        ({"note": ["a b"], "लेख": ["कमरे में पानी नहीं"]}, "लेख"),
+        ({"வரி": ["இது நல்ல படம்"]}, "வரி"),
+        ({"লেখা": ["এটি ভালো ছবি"]}, "লেখা"),
+        ({"نص": ["كِتَابٌ جَمِيلٌ"]}, "نص"),
+        ({"טקסט": ["שָׁלוֹם עוֹלָם"]}, "טקסט"),
+        ({"stars": ["❤️ 1️⃣ #️⃣ ❤️"], "letters": ["e\u0301 a\u0300"]}, "NAME"),
     ],
 )
 def test_the_proposed_column_has_the_longest_texts(tmp_path: Path, table: dict[str, Any], guess: str) -> None:

@@ -295,6 +295,18 @@ def test_arrays_and_tensors_are_token_ids(ids: Any) -> None:
     assert all(type(token) is int for token in request.prompt_ids)
 
 
+def test_names_of_fields_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thousand of all rows, as comparing a name with the options takes long."""
+    looked: list[str] = []
+    monkeypatch.setattr("flexengine.engine.survey.meant_field", lambda name, _: looked.append(name))
+    skeleton: Any = SimpleNamespace(
+        context_length=100, head=(0, (len(WORDS),)), head_module=SimpleNamespace(step=SimpleNamespace(fault=None))
+    )
+    row = {"prompt": "a", **{f"x{i}": i for i in range(1100)}}
+    assert len(list(PromptReader(make_tokenizer(), skeleton, True).requests([row] * 3, DEFAULTS))) == 3
+    assert looked == list(row)[:1000]
+
+
 @pytest.mark.parametrize("deep", ["list", "object"])
 def test_a_row_that_is_nested_deeply_is_an_error_row(deep: str) -> None:
     """Whatever its field; the rows after it run."""

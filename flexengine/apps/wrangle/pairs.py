@@ -74,7 +74,10 @@ def matching_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
     """
     columns = common_columns(left.columns, right.columns, f"{left.name} and {right.name}", spec.show)
     mine, other = (
-        [" ".join(filter(None, (cell_text(record.fields.get(c)) for c in columns))) for record in table.records]
+        [
+            " ".join(filter(None, (cell_text(record.fields.get(c)) for c in columns if not record.fault)))
+            for record in table.records
+        ]
         for table in (left, right)
     )
     pairs = [
@@ -97,7 +100,10 @@ def _joined(left: FileTable, right: FileTable, pairs: Sequence[_Pair]) -> FileTa
         cells = {LEFT + name: value for name, value in left.records[i].fields.items()}
         cells |= {RIGHT + name: value for name, value in right.records[j].fields.items()}
         records.append(TableRow(number, {**cells, SIMILARITY: similarity}))
-    records += [TableRow(0, {}, f"{table.place(row)}: {table.records[row].fault}") for table, row in faults]
+    for table, row in faults:
+        side, record = LEFT if table is left else RIGHT, table.records[row]
+        cells = {side + name: value for name, value in record.fields.items()}
+        records.append(TableRow(0, cells, f"{table.place(row)}: {record.fault}"))
     arrow = _joined_arrow(left, right, pairs, faults)
     return FileTable(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow, left.delimiter)
 

@@ -44,7 +44,7 @@ def test_scored(tmp_path: Path) -> None:
     found = [(r["match_prediction"], r["match_confidence"], r["match_failure"]) for r in rows]
     assert found == [("Yes", "0.731059", ""), ("No", "0.817574", ""), ("No", "0.731059", ""), ("", "", "is too long"),
                      ("Yes", "0.622459", ""), ("", "", "line 7: has 2 cells, but the header has 6")]  # fmt: skip
-    assert [r["left_name"] for r in rows] == ["arts deli", "campanile", "fenix", "arts deli", "spago", ""]
+    assert [r["left_name"] for r in rows] == ["arts deli", "campanile", "fenix", "arts deli", "spago", "short"]
     assert (report["predicted"], report["failed"], report["answers"]) == (4, 2, {"No": 2, "Yes": 2})
     assert report["failure"] == f"{table}, line 5: is too long"
     assert report["metrics"] is not None
@@ -210,10 +210,12 @@ def test_unread_rows_of_two_tables(tmp_path: Path, suffix: str) -> None:
     rows: list[dict[str, Any]]
     if suffix == "arrow":
         rows = pa.ipc.open_file(output).read_all().to_pylist()
-        assert [(row["left_x"], row["right_y"]) for row in rows] == [(1, "3"), (2, "4"), (None, None)]
+        assert [(row["left_x"], row["right_y"]) for row in rows] == [(1, "3"), (2, "4"), (None, "b")]
     else:
         text = Path(output).read_text()
         rows = list(csv.DictReader(text.splitlines())) if suffix == "csv" else list(map(json.loads, text.splitlines()))
+        assert (rows[2]["left_name"], rows[3]["right_name"], rows[3]["right_y"]) == ("short", "a", "b")
+        assert rows[3]["right_further_cells"] == ('["c"]' if suffix == "csv" else ["c"])
     assert [row["match_failure"] or None for row in rows] == [None, None, *faults]
 
 

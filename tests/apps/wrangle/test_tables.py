@@ -29,7 +29,11 @@ ADDED = [Added("p", ["Yes", None, 'q"']), Added("c", [-0.5, None, -1e-7], number
 def test_text(tmp_path: Path) -> None:
     table = read_table(written(tmp_path, "t.csv", TEXT))
     assert table.columns == ("name", "city")
-    assert [r.fields for r in table.records] == [{"name": "a, b", "city": "x"}, {}, {"name": "c\nd", "city": ""}]
+    assert [r.fields for r in table.records] == [
+        {"name": "a, b", "city": "x"},
+        {"name": "short"},
+        {"name": "c\nd", "city": ""},
+    ]
     assert [r.line for r in table.records] == [2, 3, 4]
     assert table.records[1].fault == "has 1 cells, but the header has 2"
     assert table.place(2).endswith("t.csv, line 4")
@@ -43,7 +47,7 @@ def test_text_is_written(tmp_path: Path, name: str, delimiter: str) -> None:
     write_table(str(tmp_path / name), table, ADDED)
     with (tmp_path / name).open(newline="") as file:
         rows = list(csv.reader(file, delimiter=delimiter))
-    assert rows == [["name", "city", "p", "c"], ["a, b", "x", "Yes", "-0.5"], ["", "", "", ""],
+    assert rows == [["name", "city", "p", "c"], ["a, b", "x", "Yes", "-0.5"], ["short", "", "", ""],
                     ["c\nd", "", 'q"', "-1e-07"]]  # fmt: skip
     assert not (tmp_path / f"{name}.part").exists()
 
@@ -52,7 +56,7 @@ def test_json_lines(tmp_path: Path) -> None:
     write_table(str(tmp_path / "o.jsonl"), read_table(written(tmp_path, "t.csv", TEXT)), ADDED)
     lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert lines[0] == {"name": "a, b", "city": "x", "p": "Yes", "c": -0.5}
-    assert lines[1] == {"p": None, "c": None}
+    assert lines[1] == {"name": "short", "p": None, "c": None}
 
 
 def test_compressed(tmp_path: Path) -> None:
@@ -60,6 +64,20 @@ def test_compressed(tmp_path: Path) -> None:
     table = read_table(str(tmp_path / "t.csv.gz"))
     assert len(table.records) == 3
     check_output("o.csv", table.form)
+
+
+def test_cells_of_rows_with_too_many_are_written(tmp_path: Path) -> None:
+    table = read_table(written(tmp_path, "t.csv", "name,city,,\nBob,Oslo,call back,\nCy,,see note,urgent\nEd,Rom,,\n"))
+    unnamed = "has a cell in column 3, which has no name"
+    assert [record.fault for record in table.records] == [unnamed, unnamed, None]
+    write_table(str(tmp_path / "o.csv"), table, [Added("p", [None, None, "Yes"])])
+    with (tmp_path / "o.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [
+            ["name", "city", "further_cells", "p"],
+            ["Bob", "Oslo", '["call back", ""]', ""],
+            ["Cy", "", '["see note", "urgent"]', ""],
+            ["Ed", "Rom", "", "Yes"],
+        ]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "feather"])
