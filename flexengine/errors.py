@@ -118,10 +118,11 @@ class TooLittle(OutOfMemory):
         super().__init__(tier, what, least[tier], 0, given[tier])
         self.least, self.parts = dict(least), dict(parts)
         # A tier that cannot be used has 1 byte: see tier.machine.NO_DISK.
-        unusable = {t for t, n in given.items() if t == "disk" and n == 1}
-        available = {t: "none can be used" if t in unusable else f"{size(n)} are given" for t, n in given.items()}
+        available = {t: f"{size_within(n, up=False)} are given" for t, n in given.items()}
+        if given.get("disk") == 1:
+            available["disk"] = "none can be used"
         needs = " and ".join(
-            f"{t} memory: at least {size(n)} are needed ({parts[t]}), {available[t]}" for t, n in least.items()
+            f"{t} memory: at least {size_within(n)} are needed ({parts[t]}), {available[t]}" for t, n in least.items()
         )
         remedy = " and ".join(dict.fromkeys(_option(t, n, engines) for t, n in least.items()))
         self.args = (f"{needs}, too little for {what}; {remedy}",)

@@ -52,19 +52,15 @@ def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_co
         skeleton.queries_apart = separable(calls)
         _restore_buffers(model)
     except UnsupportedModel as error:
-        raise _unsupported(name, str(error), config) from error
+        raise UnsupportedModel(f"{name}: {error}") from error
     except Exception as error:
-        reason = f"a trial pass without weights failed ({error or type(error).__name__})"
+        from flexengine.model.config_faults import odd_sizes  # few models are refused
+
+        reason = f"a trial pass without weights failed ({error or type(error).__name__}){odd_sizes(config)}"
         if "meta" in str(error):
             reason = "its forward pass reads tensor values, so it cannot be checked on the meta device"
-        raise _unsupported(name, reason, config) from error
+        raise UnsupportedModel(f"{name}: {reason}") from error
     return skeleton
-
-
-def _unsupported(name: str, reason: str, config: Any) -> UnsupportedModel:
-    from flexengine.model.config_faults import odd_sizes  # few models are refused
-
-    return UnsupportedModel(f"{name}: {reason}{odd_sizes(config)}")
 
 
 def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -87,9 +83,9 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
             options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except Exception as error:
-        from flexengine.model.config_faults import config_fault
+        from flexengine.model.config_faults import config_fault, odd_sizes
 
-        raise _unsupported(name, config_fault(error, config.to_dict()), config) from error
+        raise UnsupportedModel(f"{name}: {config_fault(error, config.to_dict())}{odd_sizes(config)}") from error
     if adapted:
         resolve_name(ADAPTERS[config.model_type])(model, attend)
         model.config._attn_implementation = ATTENTION  # else transformers makes masks
@@ -268,6 +264,8 @@ def _pattern(mask_function: Any, hint: int) -> int | str | None:
     end = 2 * min(max(hint, 64), _LARGEST) + 3
     keys, zero = torch.arange(end + 64), torch.tensor(0)
     queries = torch.tensor([0, 1, 2, 7, end // 2 - 2, end // 2 - 1, end // 2, end // 2 + 1, end - 1])
+    if hint < 0:
+        return f"config.json sets the window of its attention to {hint} tokens; correct it, or set it to null"
     try:
         seen = mask_function(zero, zero, queries[:, None], keys[None, :])
     except Exception:

@@ -38,9 +38,9 @@ _BARE_LAYERS, _BARE_EXPERTS = 1_000, 100_000  # at most without weights: about t
 _LEAST = dict.fromkeys((*_COUNTS, "num_key_value_heads", "head_dim"), 1) | {"intermediate_size": 0}
 # Families that are computed in float32 only, and why.
 _ONLY_FLOAT32 = {"bloom": "keys hold their positions, which 16 bits round"}
-# Names of other sizes, which are never negative. A window or a chunk of -1 may be one without a limit.
+# Names of other sizes, which are never negative if the family has them. A window or a chunk may be -1, for no limit.
 SIZES = re.compile(
-    r"(dim|(?<!window_)(?<!chunk_)size|rank|inner|experts|heads|layers|width|channels|groups?|per_tok|step|scalar)$"
+    r"(dim|(?<!window_)(?<!chunk_)size|rank|inner|experts|heads|(?<!window_)layers|width|channels|groups?|per_tok|scalar)$"
 )
 # Kinds of values of fields, by name, and their description.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -132,11 +132,12 @@ def _check_fields(path: Path, raw: Mapping[str, Any]) -> None:
             names = value if key == "architectures" and isinstance(value, list) else ()
             if (key in part and not isinstance(value, kinds)) or not all(isinstance(name, str) for name in names):
                 raise BadCheckpoint(f"{path}: {key} is {shown(value)}; it must be {must}: correct it, or {AGAIN}")
-        for name, own in _own_names(part).items():
+        usual, known = _own_names(part)
+        for own, name in ((usual[name], name) for name in _COUNTS if name in usual):
             if all(isinstance(part.get(key), int | float) for key in (own, name)) and part[own] != part[name]:
                 both = f"{own} is {part[own]}, but {name} is {part[name]}"
                 raise BadCheckpoint(f"{path}: {both}, and both name one value: remove the wrong one, or {AGAIN}")
-        least = dict.fromkeys(filter(SIZES.search, part), 0)
+        least = {key: 0 for key in part if key in known and SIZES.search(key)}
         least |= {key: _LEAST[name] for name, (key, _) in stated_sizes(part).items()}
         for key, fewest in least.items():
             if isinstance(value := part[key], int | float) and value < fewest:
@@ -146,16 +147,20 @@ def _check_fields(path: Path, raw: Mapping[str, Any]) -> None:
 
 def stated_sizes(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return the key and the value of each size of _LEAST that a config states, by the size's usual name."""
-    own = _own_names(values)
+    own, _ = _own_names(values)
     return {name: (key, values[key]) for name in _LEAST for key in (own.get(name, name), name) if key in values}
 
 
-def _own_names(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return a config's own names of values that have usual names, too, by these. transformers reads both."""
+def _own_names(values: Mapping[str, Any]) -> tuple[dict[str, str], set[str]]:
+    """Return a family's own names of values that have usual names, too, by these; and all names that it has.
+    transformers reads both."""
     from transformers import CONFIG_MAPPING
 
     kind = values.get("model_type")
-    return dict(CONFIG_MAPPING[kind].attribute_map if isinstance(kind, str) and kind in CONFIG_MAPPING else {})
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return {}, set()
+    family = CONFIG_MAPPING[kind]
+    return family.attribute_map, {*family.attribute_map, *family.__dataclass_fields__}
 
 
 def check_backed(path: Path, size: tuple[int, int], elements: list[int]) -> None:

@@ -37,11 +37,13 @@ def odd_sizes(config: Any) -> str:
         changed = config.to_diff_dict()
     except Exception:  # the defaults of some families contradict themselves
         return ""
-    odd = [
+    parts = [changed, *(part for part in changed.values() if isinstance(part, Mapping))]
+    odd = dict.fromkeys(
         f"{key} to {value}"
-        for key, value in entries(changed)
-        if type(value) in (int, float) and value <= 0 and (SIZES.search(key) or key.endswith("window"))
-    ]
+        for part in parts
+        for key, value in part.items()
+        if type(value) in (int, float) and value <= 0 and (SIZES.search(key) or key.endswith(("window", "step")))
+    )
     return f"; config.json sets {' and '.join(odd)}, which may be why: correct it" if odd else ""
 
 

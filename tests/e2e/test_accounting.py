@@ -14,7 +14,7 @@ import torch
 
 from bench.models import OptShape, make, shard_files
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.errors import OutOfMemory, size
+from flexengine.errors import OutOfMemory, size_within
 from flexengine.kernels import recycled
 from flexengine.plan.workload import Workload
 from flexengine.tier.machine import Links
@@ -290,7 +290,7 @@ def test_an_offload_directory_without_room_is_known_before_weights_are_loaded(
             engine.generate([{"prompt_token_ids": [5] * 40}] * 64, SamplingParams(max_tokens=100))
         assert caught.value.tier == "disk"
         assert caught.value.needed > caught.value.capacity == 65536
-        assert f"at least {size(caught.value.needed)} are needed" in str(caught.value)
+        assert f"at least {size_within(caught.value.needed)} are needed" in str(caught.value)
         assert not any(engine.core.machine.traffic().values())
     assert not list(tmp_path.iterdir())
 

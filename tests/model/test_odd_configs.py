@@ -16,6 +16,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.build import build
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import _check_fields, load_config
+from flexengine.model.config_faults import odd_sizes
 from flexengine.model.gguf_header import read_header
 from flexengine.model.pickled import conversion
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
@@ -110,7 +111,7 @@ def test_two_names_of_one_value_must_agree(tmp_path: Path, own: str, usual: str)
 
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
-    [("mixtral", "num_local_experts", 0), ("gemma2", "query_pre_attn_scalar", 0), ("gemma2", "sliding_window", -1)],
+    [("mixtral", "num_local_experts", 0), ("gemma2", "query_pre_attn_scalar", 0)],
 )
 def test_a_size_that_some_models_may_have_is_named_where_it_cannot_be_computed(
     tmp_path: Path, kind: str, key: str, value: int
@@ -119,6 +120,33 @@ def test_a_size_that_some_models_may_have_is_named_where_it_cannot_be_computed(
     values = {**CONFIG_MAPPING[kind](**SIZES, **small).to_dict(), key: value}
     said = refusal(lambda: build(directory(tmp_path, values), torch.float32))
     assert said.endswith(f"; config.json sets {key} to {value}, which may be why: correct it")
+
+
+def test_a_window_below_one_is_the_reason(tmp_path: Path) -> None:
+    small = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}
+    values = {**CONFIG_MAPPING["gemma2"](**SIZES, **small).to_dict(), "sliding_window": -1, "n_group": 0}
+    said = refusal(lambda: build(directory(tmp_path, values), torch.float32))
+    assert said.endswith(": config.json sets the window of its attention to -1 tokens; correct it, or set it to null")
+
+
+def test_entries_of_lists_are_no_sizes() -> None:
+    config = CONFIG_MAPPING["llama4_text"](num_hidden_layers=2, moe_layers=[0, 1], num_local_experts=0)
+    assert odd_sizes(config) == "; config.json sets num_local_experts to 0, which may be why: correct it"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("glm4_moe_lite", {"head_dim": 256, "qk_rope_head_dim": 64}),
+        ("deepseek_v4", {"intermediate_size": 18432, "moe_intermediate_size": 2048}),
+        ("zamba2", {"head_dim": 80, "attention_head_dim": 160}),
+        ("llama", {"max_window_layers": -1, "rotary_dim": -1, "decoder_sparse_step": -1, "group_size": -1}),
+        ("qwen2", {"max_window_layers": -1}),
+        ("qwen2_moe", {"decoder_sparse_step": -1}),
+    ],
+)
+def test_values_that_decide_nothing_or_differ_rightly_are_let_in(kind: str, values: dict[str, int]) -> None:
+    _check_fields(Path(kind), {"model_type": kind, **values})
 
 
 def test_sizes_of_known_families_are_not_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
-from flexengine.errors import InvalidInput, OutOfMemory, TooLittle, size, size_option
+from flexengine.errors import InvalidInput, OutOfMemory, TooLittle, size, size_option, size_within
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import capacity_for, lay_out_given, planned, smallest
@@ -42,6 +42,12 @@ def runs(directory: Path, rows: list[Any], **options: Any) -> list[tuple[int, ..
         return [tuple(r.token_ids) for r in results]
 
 
+def test_a_refusal_never_names_less_than_is_needed_or_more_than_is_given() -> None:
+    said = str(TooLittle("a job", {"device": 4104}, {"device": 4108}, {"device": "weights 4.10 kB"}))
+    assert "at least 4.11 kB are needed" in said
+    assert "4.10 kB are given" in said
+
+
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_a_job_runs_with_exactly_what_the_refusal_names(families: Any, tmp_path: Path, kind: str) -> None:
     """The sizes are read from the message, as by a user; one byte less is refused with the same number."""
@@ -50,7 +56,7 @@ def test_a_job_runs_with_exactly_what_the_refusal_names(families: Any, tmp_path:
     with Engine(known.directory, device="cpu", dtype="float32") as engine:
         expected = [tuple(r.token_ids) for r in engine.generate(rows, GREEDY)]
     options: dict[str, Any] = {"device": kind, "offload_dir": tmp_path, "dtype": "float32"}
-    with pytest.raises(TooLittle, match=r"at least [\d.]+ [kMGT]?B are needed \(.*\), 4.10 kB are given") as caught:
+    with pytest.raises(TooLittle, match=r"at least [\d.]+ [kMGT]?B are needed \(.*\), 4.09 kB are given") as caught:
         runs(known.directory, rows, device_mem=4096, **options)
     least = caught.value.least["device"]
     assert f"set device_mem='{size_option(least)}' or more" in str(caught.value)
@@ -139,7 +145,7 @@ def test_a_given_policy_is_refused_with_what_is_enough_for_it(tier: str) -> None
     named = {name: f"{number} {unit}" for name, number, unit in parts}
     assert named.pop("left free", "0 B") == size(least[tier] - layout.total(tier))
     assert named == {name: size(n) for name, n in layout.account[tier].items()}  # all, not only those before a limit
-    start = f"{tier} memory: at least {size(least[tier])} are needed ("
+    start = f"{tier} memory: at least {size_within(least[tier])} are needed ("
     assert str(caught.value).startswith(start)
     assert "), 1.00 kB are given, too little for" in str(caught.value)
     with pytest.raises(OutOfMemory):
