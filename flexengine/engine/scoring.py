@@ -136,6 +136,9 @@ def _kind_of(request: Mapping[str, Any]) -> str:
         raise InvalidInput(f"has {' and '.join(present)}; exactly one of {', '.join(SCORED_KINDS)} is needed")
     if present == ["text"] and request.get("context") is not None:
         raise InvalidInput("has context and text; a context needs a continuation or choices, and text has no context")
+    if present != ["text"] and request.get("context") is None:
+        fault = f"has {present[0]}, but no context (its fields are {shown(list(request))})"
+        raise InvalidInput(f'{fault}; give one: in JSON "" is the beginning of a text')
     return present[0]
 
 

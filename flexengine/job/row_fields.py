@@ -20,7 +20,7 @@ _SHORTEST, _LONGEST = 6, 64  # letters of a name that may be a misspelt option, 
 _ALIKE, _MOST_MISSING = 0.85, 2  # similarity of a misspelt name, and letters that it has more or less
 _BEGUN = 2 / 3  # least part of an option's name that a name of several words has
 _WORDS = re.compile("[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-_PLAIN = re.compile("[A-Za-z0-9_-]+")  # other names are no misspelt options
+_PLAIN = re.compile("[A-Za-z0-9_ -]+")  # other names are no misspelt options
 _CHAIN = re.compile(f"(?:{KEPT})*")
 
 

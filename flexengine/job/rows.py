@@ -121,10 +121,10 @@ def refuse_table(name: str, value: Any, file: bool = False) -> None:
         raise InvalidInput(f"{name} is a {kind}; {must}")
     names = list(getattr(value, "column_names", value.columns))
     column = next((each for each in ("prompt", "text", *names) if each in names), "prompt")
-    raise InvalidInput(
-        f"{name} is a {kind} with columns {shown(list(map(str, names)))};"
-        f" name the column: {frame}[{column!r}].{listing}()"
-    )
+    texts = f"{frame}[{column!r}].{listing}()"
+    if name == "messages":
+        texts = f'[[{{"role": "user", "content": text}}] for text in {texts}]'
+    raise InvalidInput(f"{name} is a {kind} with columns {shown(list(map(str, names)))}; name the column: {texts}")
 
 
 def without_place(error: str) -> str:

@@ -96,7 +96,9 @@ def test_a_table_is_refused_with_the_remedy(engine: Any, tmp_path: Path) -> None
         "continuation": lambda: engine.score("a", FRAME),
         "context": lambda: engine.score(FRAME, ["a"]),
     }.items():
-        with pytest.raises(InvalidInput, match=f"^{name.strip()} {remedy}"):
+        texts = r"\[\[{.*}\] for text in df\['text'\].tolist\(\)\]$"
+        said = remedy.replace(r"df\['text'\].tolist\(\)$", texts) if name == "messages" else remedy
+        with pytest.raises(InvalidInput, match=f"^{name.strip()} {said}"):
             call()
     with pytest.raises(InvalidInput, match=r"input is a DataFrame; it must be the name of a file: .*df.to_json\("):
         engine.run_job(FRAME, tmp_path / "out.jsonl")

@@ -186,7 +186,7 @@ def test_a_template_that_writes_such_a_token() -> None:
 def test_a_first_token_beyond_the_embedding() -> None:
     tokenizer = noting()
     tokenizer.bos_token = NOTE
-    for fields in ({"context": "", "continuation": "a"}, {"text": "a"}, {"continuation": [5]}):
+    for fields in ({"context": "", "continuation": "a"}, {"text": "a"}, {"context": [], "continuation": [5]}):
         assert "beyond the model's vocabulary" in str(error_of(fields, tokenizer))
 
 

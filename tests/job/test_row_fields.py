@@ -234,6 +234,7 @@ ORDINARY = (
 def test_names_that_resemble_options() -> None:
     for ours, names in NAMED.items():
         assert {name: meant_field(name) for name in names.split()} == dict.fromkeys(names.split(), ours)
+    assert {meant_field(name) for name in (" max_tokens", "max_tokens ", "Max tokens")} == {"max_tokens"}
     known = [*ORDINARY.split(), *OPTIONS, *RESULTS, "prompt", "messages", "x" * 70]
     assert [name for name in known if meant_field(name)] == []
     assert [meant_field(name, False) for name in ("promt", "Prompt", "message", "review")] == [
@@ -429,6 +430,16 @@ def test_roles_of_a_model_are_allowed() -> None:
         ({"context": "a", "choices": ["", "b"]}, "choices[0] is empty; give a text of at least one character"),
         ({"context": "a", "choices": []}, "choices is []; it must be an array of 1 to 1000 continuations"),
         ({"context": "a", "choices": None}, "choices is null or empty; give a text"),
+        (
+            {"contxt": "a", "choices": ["b"]},
+            'has choices, but no context (its fields are ["contxt", "choices"]); give one: in JSON "" is the beginning'
+            " of a text",
+        ),
+        (
+            {"context": None, "choices": ["b"]},
+            'has choices, but no context (its fields are ["context", "choices"]); give one: in JSON "" is the beginning'
+            " of a text",
+        ),
     ],
 )
 def test_empty_choices(fields: dict[str, Any], reason: str) -> None:
