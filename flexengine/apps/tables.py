@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +173,8 @@ def _write(file: Any, name: str, table: FileTable, added: Sequence[Added]) -> No
 def _write_text(file: Any, table: FileTable, added: Sequence[Added]) -> None:
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     writer = csv.writer(text, delimiter=table.delimiter or DELIMITERS[table.form], lineterminator="\n")
-    columns = dict.fromkeys((*table.columns, *(name for record in table.records for name in record.fields)))
+    faulty = (record.fields for record in table.records if record.fault)  # they may have more cells than columns
+    columns = dict.fromkeys((*table.columns, *chain.from_iterable(faulty)))
     writer.writerow((*columns, *(column.name for column in added)))
     for i, record in enumerate(table.records):
         cells = [record.fields.get(column) for column in columns] + [column.values[i] for column in added]

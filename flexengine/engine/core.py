@@ -36,6 +36,7 @@ from flexengine.worker.worker import Worker
 VERIFIER = "flexengine.model.verify:Verifier"
 ATTENDER = "flexengine.worker.attend:attender_of"
 ON_DEMAND = "flexengine.worker.on_demand:OnDemand"
+SPAWN = "start processes by multiprocessing.get_context('spawn') and open an Engine in each"
 _openers = set[int]()  # processes that opened a model: this one, and those that it was forked from
 
 
@@ -44,8 +45,7 @@ def _check_fork() -> None:
     the parent's threads forever. With one thread it does not."""
     if _openers - {os.getpid()} and torch.get_num_threads() > 1:
         raise InvalidInput(
-            "this process was forked from one that had opened an Engine, whose threads of torch it lacks; start"
-            " processes by multiprocessing.get_context('spawn') and open an Engine in each"
+            f"this process was forked from one that had opened an Engine, whose threads of torch it lacks; {SPAWN}"
         )
 
 

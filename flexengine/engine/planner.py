@@ -155,7 +155,8 @@ class Planner:
         if not workload.count:
             return Plan(None, workload, 0, None)
         layout, largest, refusal = fitting(workload, lambda part: self.layout(part, resident))
-        unknown = self.alone and self.policy is not None and resident is None and not self.rates.own  # as a search
+        # A search has measured already; of a stage the time is not shown.
+        unknown = self.alone and self.policy is not None and resident is None and not self.rates.own
         if unknown and self.cost(workload.up_to(largest)).predict(layout).seconds >= MIN_QUICK_SECONDS:
             self.rates.measure_quickly()
         if self.machine.workers and self._searched is not None and not layout.policy.works:

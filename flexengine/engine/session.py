@@ -14,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 from flexengine.activity import MESSAGE, Activity, listener_of, log, reported, reporting
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.calibrator import BITS, Calibrator, OpenExact
-from flexengine.engine.core import Core
+from flexengine.engine.core import SPAWN, Core
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
@@ -252,10 +252,8 @@ class Session:
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
-            raise InvalidInput(
-                "this engine was opened before this process was forked, and its threads are in the parent process;"
-                " start processes by multiprocessing.get_context('spawn') and open an Engine in each"
-            )
+            where = "before this process was forked, and its threads are in the parent process"
+            raise InvalidInput(f"this engine was opened {where}; {SPAWN}")
 
     @python_words
     def stream(self, prompts: Iterable[Any], params: Params | None = None) -> Generator[Result]:

@@ -195,6 +195,11 @@ def coupled_rope(config: Any) -> set[str]:
     return kinds & _COUPLED_ROPE
 
 
+def parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a config and the configs in it, such as that of its text model."""
+    return [values, *(value for value in values.values() if isinstance(value, Mapping))]
+
+
 def entries(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key, value) for every value that is no container, at any depth. Values in a list have the list's key."""
     pairs = values.items() if isinstance(values, Mapping) else ((key, value) for value in values)
@@ -232,7 +237,6 @@ def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
     """Raise UnsupportedModel if the config would run code from other sources, or refers to other config files."""
     from transformers import CONFIG_MAPPING
 
-    parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
     kind = raw.get("model_type")
     if raw.get("auto_map") and not trust_remote_code and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         raise UnsupportedModel(
@@ -243,15 +247,14 @@ def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
         raise UnsupportedModel(
             f"{path} refers to other config files (configuration_files); remove that entry and use one config.json"
         )
-    if kernel := next((part[key] for part in parts for key in _KERNELS if "/" in str(part.get(key))), None):
+    if kernel := next((part[key] for part in parts(raw) for key in _KERNELS if "/" in str(part.get(key))), None):
         raise UnsupportedModel(f"{path} needs the downloaded kernel {kernel!r}; remove that entry")
 
 
 def quantisation(raw: Mapping[str, Any]) -> str:
     """Return the key and the method of a config's quantised weights, as text; "" if they are plain numbers. Quantised
     ones would be read as plain numbers."""
-    parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
-    for part, key in product(parts, ("quantization_config", "compression_config")):
+    for part, key in product(parts(raw), ("quantization_config", "compression_config")):
         if not (entry := part.get(key)):
             continue
         settings = entry if isinstance(entry, Mapping) else {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexengine.errors import shown
-from flexengine.model.config import SIZES, entries, stated_sizes
+from flexengine.model.config import SIZES, entries, parts, stated_sizes
 from flexengine.model.files import AGAIN
 
 # What transformers calls kinds.
@@ -37,10 +37,9 @@ def odd_sizes(config: Any) -> str:
         changed = config.to_diff_dict()
     except Exception:  # the defaults of some families contradict themselves
         return ""
-    parts = [changed, *(part for part in changed.values() if isinstance(part, Mapping))]
     odd = dict.fromkeys(
         f"{key} to {value}"
-        for part in parts
+        for part in parts(changed)
         for key, value in part.items()
         if type(value) in (int, float) and value <= 0 and (SIZES.search(key) or key.endswith(("window", "step")))
     )
@@ -49,7 +48,7 @@ def odd_sizes(config: Any) -> str:
 
 def _field_fault(text: str, values: Mapping[str, Any]) -> str:
     """Return what is wrong with a field, by the text of an error of transformers; "" if the text names none."""
-    parts, sizes = [values, *(part for part in values.values() if isinstance(part, Mapping))], stated_sizes(values)
+    sizes = stated_sizes(values)
     if field := re.match(r"Validation error for field '(\w+)'", text):
         named = re.findall(r"' expected (\w+)", text)
         kinds = dict.fromkeys(_WORDS.get(kind, kind) for kind in named)
@@ -59,7 +58,7 @@ def _field_fault(text: str, values: Mapping[str, Any]) -> str:
     if "does not recognize this architecture" in text:
         return f"sets model_type to {shown(values.get('model_type'))}, which the installed transformers does not know"
     if "Padding_idx" in text:
-        for part in parts:
+        for part in parts(values):
             pad, (_, vocabulary) = part.get("pad_token_id"), stated_sizes(part).get("vocab_size", ("", None))
             if isinstance(pad, int) and isinstance(vocabulary, int) and pad >= vocabulary:
                 return f"sets pad_token_id to {pad}, but vocab_size to {vocabulary}; token ids must be below vocab_size"

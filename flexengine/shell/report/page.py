@@ -295,7 +295,7 @@ def _token_rates(buckets: Sequence[Bucket]) -> str:
         return tips
 
     totals = [(kind, *sums(sum(buckets, Bucket()))) for kind, (_, _, sums) in shown.items()]
-    means = ", ".join(f"{kind} {rate(n, seconds, 'tok')}" for kind, n, seconds in totals if rate(n, seconds, "tok"))
+    means = ", ".join(f"{kind} {mean}" for kind, n, seconds in totals if (mean := rate(n, seconds, "tok")))
     return _drawn_twice("rates", "Tokens per second over time", f"Mean: {means}", 3.6, draw, 2)
 
 
