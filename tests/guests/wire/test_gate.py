@@ -75,6 +75,10 @@ def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
             idle.settimeout(5)
             assert idle.recv(1) == b""
         assert not admitted
+        deadline = time.monotonic() + 10
+        while not said:  # the connection ends first, then its thread says why
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         assert "it did not prove the secret within 0.2 s" in said[0]
 
 
