@@ -24,7 +24,7 @@ from bench import harness
 from bench.bits.errors import ERRORS, weighted_errors
 from bench.bits.layers import Layered
 from bench.bits.mixes import OURS, Choice, choices
-from bench.bits.variance import BITS, omegas
+from bench.bits.variance import omegas
 from bench.harness import Record
 from bench.models import demo_model
 
@@ -73,10 +73,9 @@ def stretches(engine: Any, rows: int, tokens: int) -> list[tuple[int, ...]]:
 
 def harms_of(engine: Any) -> dict[str, list[dict[str, float]]]:
     """Return harms by measure, layer and format: the engine's, and LLM-PQ's, on the text of calibration."""
-    from flexengine.guests.calibration import Bits, step_ratio
+    from flexengine.guests.harms import measured
 
-    measured = Bits(engine.core, engine.calibrator).harms()
-    ours = [{codec: harm * step_ratio(codec) for codec in BITS} for harm in measured]
+    ours = measured(engine.core, engine.calibrator)
     return {OURS: ours, **omegas(demo_model(), engine.calibrator.text.rows)}
 
 
@@ -156,7 +155,7 @@ def _versions() -> Record:
 def mixes(rows: int, tokens: int, averages: Sequence[float], seeds: int) -> list[Record]:
     """Measure all choices, and return a record for each."""
     from flexengine import Engine, Lossy
-    from flexengine.guests.calibration import Bits
+    from flexengine.guests.bits import Bits
     from flexengine.lossy import BUNDLED
     from flexengine.shell.commands import quality
 

@@ -62,7 +62,7 @@ def choices(bits: Any, harms: Mapping[str, Harms], averages: Sequence[float], se
     """Yield the choices of each budget.
 
     Args:
-        bits: flexengine.guests.calibration.Bits of the model.
+        bits: flexengine.guests.bits.Bits of the model.
         harms: by measure.
         averages: bits of the layers on average.
         seeds: number of random choices.

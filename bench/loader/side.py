@@ -48,7 +48,7 @@ class Encoding:
     def pieces(self) -> Iterator[Any]:
         """Yield the pieces of all parameters."""
         for name, form in self.forms.items():
-            yield from self.encoding._pieces(name, self.locations[name], form)
+            yield from self.encoding.pieces(name, self.locations[name], form)
 
     def _encode(self, pieces: Iterable[Any], write: Callable[[Any], None]) -> None:
         self.encoding.in_threads(pieces, lambda piece: self.encoding._encoded(piece, None), write)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # As module:name, which is imported on first use.
 CHECK, CALIBRATION = "flexengine.guests.calibration:check", "flexengine.guests.calibration:calibration"
-BITS = "flexengine.guests.calibration:Bits"  # chooses the formats of layers, for weights that are `mixed`
+BITS = "flexengine.guests.bits:Bits"  # chooses the formats of layers, for weights that are `mixed`
 Ids = Sequence[int]
 Score = Callable[[list[Ids], list[Ids]], list[Result]]  # `Engine.score` of contexts and continuations
 OpenExact = Callable[[Listener], Any]  # opens an `Engine` with the checkpoint's own weights
@@ -86,7 +86,7 @@ class Calibrator:
         """Return the importances or magnitudes of a text. kind: the text's method that reads them, or measures them."""
         if (text.digest, kind) not in self._found:
             read = getattr(text, kind)
-            self._found[text.digest, kind] = read(self.core, partial(self._measure, text, measure))
+            self._found[text.digest, kind] = read(self.core, partial(self.reading, text, measure))
         return self._found[text.digest, kind]
 
     @property
@@ -101,7 +101,7 @@ class Calibrator:
             named["flash"] = f"{PREDICTORS} {trained.digest[:16]}"
         return core.lossy.enabled | named
 
-    def _measure(self, text: Any, measure: Callable[[Core, Score], T]) -> T:
+    def reading(self, text: Any, measure: Callable[[Core, Score], T]) -> T:
         """Return what `measure`, of the text, returns for an engine of the exact model."""
         tokens = sum(map(len, text.rows))
         about = f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens"

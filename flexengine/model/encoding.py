@@ -125,10 +125,10 @@ def encoded(
         read = sum(stored[name].nbytes for name in missing)
         sizes = f"{size(read)} become {size(total)}"
         text = f"encoding {len(missing)} matrices, once for this model and format ({sizes})"
-        pieces = (piece for name in missing for piece in _pieces(name, stored[name], chosen[name]))
+        every = (piece for name in missing for piece in pieces(name, stored[name], chosen[name]))
         shapes = {name: chosen[name].shape for name in missing}
         with activity("encoding", text, read, "B", logging.INFO), TensorFiles(final, shapes) as out:
-            in_threads(pieces, lambda piece: _encoded(piece, importances), out.write)
+            in_threads(every, lambda piece: _encoded(piece, importances), out.write)
 
     counts = Counter(form.packed.name for form in chosen.values())
     several = [name for name in FORMS if counts[name] > EDGE_MATRICES] or [*counts][:1]
@@ -227,7 +227,7 @@ class MatrixPiece(NamedTuple):
     rows: Tensor  # [rows, columns], in the stored dtype
 
 
-def _pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[MatrixPiece]:
+def pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[MatrixPiece]:
     """Yield a parameter in pieces of whole blocks of rows, in the order of its encoded bytes."""
     matrices, size = max(1, form.count), origin.dtype.itemsize
     rows, columns, together = form.packed.rows, form.packed.columns, form.packed.step

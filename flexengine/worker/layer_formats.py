@@ -1,6 +1,7 @@
 """Files of formats: a JSON object that names the format in which each layer of one model stores its matrices.
 
-An example is {"model": "SmolLM2-135M", "layers": 30, "weights": ["int8", "int4", null, ...]}.
+An example is {"model": "SmolLM2-135M", "layers": 30, "weights": ["int8", "int4", null, ...]}. A strategy file, which
+names the formats of each stage's layers, is read, too.
 """
 
 import json
@@ -28,6 +29,8 @@ def read(lossy: Lossy, model: str, layers: int) -> Lossy:
     if lossy.file is None:
         return lossy
     values = read_object(lossy.file, "file of bits")
+    if "stages" in values:
+        return _of_strategy(lossy, lossy.file, model, layers)
     if set(values) != set(_FIELDS) or not isinstance(values["weights"], list):
         raise InvalidInput(
             f"file of bits {lossy.file} has the fields {shown(sorted(values))}; it must have model,"
@@ -45,3 +48,12 @@ def read(lossy: Lossy, model: str, layers: int) -> Lossy:
         return replace(lossy, weights=tuple(values["weights"]))
     except InvalidInput as error:
         raise InvalidInput(f"file of bits {lossy.file}: {error}") from error
+
+
+def _of_strategy(lossy: Lossy, path: str, model: str, layers: int) -> Lossy:
+    from flexengine.plan.stages import Strategy  # few jobs have one
+
+    found = Strategy.load(path)
+    if found.num_layers != layers:
+        raise InvalidInput(f"strategy file {path} has {found.num_layers} layers, but {model} has {layers}; plan again")
+    return replace(lossy, weights=found.weights if any(found.weights) else None)

@@ -9,6 +9,7 @@ import pytest
 from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.errors import BudgetTooSmall, InvalidInput
 from flexengine.model import encoding
+from flexengine.plan.stages import StagePlan, Strategy
 from flexengine.shell.commands import quality
 from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.run import main
@@ -164,6 +165,18 @@ def job(families: Any, tmp_path: Path) -> Any:
                      str(tmp_path / "out.jsonl"), "--layer-bits", str(bits), *words])  # fmt: skip
 
     return run
+
+
+def test_formats_of_a_strategy(families: Any, tmp_path: Path) -> None:
+    model = families("llama-tied").directory
+    stages = tuple(StagePlan(f"gpu{i}", cut, MIX[slice(*cut)]) for i, cut in enumerate(((0, 1), (1, 4))))
+    file = tmp_path / "strategy.json"
+    file.write_text(Strategy("a shape", 4, stages, prefill_batch=1, decode_batch=2, cohorts=3).text())
+    with Engine(model, device="sim", lossy=Lossy(weights=str(file))) as engine:
+        assert engine.lossy.weights == MIX
+    file.write_text(file.read_text().replace('"num_layers": 4', '"num_layers": 5').replace("[1, 4]", "[1, 5]"))
+    with pytest.raises(InvalidInput, match="strategy"):
+        Engine(model, device="sim", lossy=Lossy(weights=str(file)))
 
 
 def test_a_job_goes_on_with_the_same_bits_only(job: Any, capsys: Any) -> None:

@@ -94,9 +94,15 @@ class _FileFields:
     name: Annotated[str, printable] = "cluster"
 
 
+_Harms = Annotated[tuple[Mapping[str, IfKnown | None], ...], "a list with an object of formats for each layer"]
+INDICATORS = {"measured": "layers", "variance": "variance"}  # fields of a file of harm
+
+
 @dataclass(frozen=True)
 class _HarmFields:
-    layers: Annotated[tuple[Mapping[str, IfKnown | None], ...], "a list with an object of formats for each layer"]
+    layers: _Harms
+    variance: _Harms | None = None
+    model: str | None = None  # for readers
 
 
 def load(path: str | Path, find: Find = str) -> Cluster:
@@ -218,17 +224,23 @@ def _links(given: _LinkFields | None, names: list[str], what: str) -> tuple[Link
     return within, given.between or within, pairs
 
 
-def load_harm(path: str | Path, layers: int, formats: Sequence[Format]) -> Harm:
+def load_harm(path: str | Path, layers: int, formats: Sequence[Format], indicator: str = "measured") -> Harm:
     """Read a table of harm of formats to quality, by layer (LLM-PQ's omega).
 
     The file is {"layers": [{"exact": 0, "int8": x, "int4": y, "int3": z}, ...]} with one object per layer; "exact" may
-    be left out. The unit is free: theta is seconds per unit.
+    be left out. "variance" may be a second such list. The unit is free: theta is seconds per unit.
+
+    Args:
+        indicator: which list is read, a key of INDICATORS.
 
     Raises:
         InvalidInput: the file has no table for a model of so many layers with these formats.
     """
     what = f"harm file {path}"
-    table = read(_HarmFields, read_object(path, "harm file"), what).layers
+    table = getattr(read(_HarmFields, read_object(path, "harm file"), what), INDICATORS[indicator])
+    if table is None:
+        raise InvalidInput(f"{what} has no {indicator}; flexengine quality --harm FILE writes a file that has it")
+    what += "" if indicator == "measured" else f", {indicator}"
     if len(table) != layers:
         raise InvalidInput(f"{what} has {len(table)} layers, but the model has {layers}; make it for this model")
     for j, row in enumerate(table):

@@ -37,7 +37,7 @@ _UNUSED = (
     *("device", "device_mem", "host_mem", "offload_dir", "compute", "cache", "sparse_attention", "flash", "sparsify"),
     *("calibrate", "calibration_text"),
 )
-CLUSTER_ONLY = ("theta", "harm", "group", "method", "batch", "search_seconds")
+CLUSTER_ONLY = ("theta", "harm", "indicator", "group", "method", "batch", "search_seconds")
 # None is the default of each, so that one that is given without --cluster is refused, whatever its value.
 CLUSTER = OptionTable(
     f"""
@@ -45,18 +45,21 @@ CLUSTER = OptionTable(
                           --save then writes a strategy, for run --strategy
 --theta SECONDS           seconds that a unit of harm to quality is worth (default: {ClusterTask.theta:g})
 --harm FILE.json          harm of each format to quality, by layer (default: assumed from parameters and bits)
+--indicator               which numbers of --harm count: measured, or LLM-PQ's variance (default: measured)
 --group N                 decide about N neighbouring layers together (default: {ClusterTask.group})
 --method                  mixed-integer programs, or the bit-transfer heuristic (default: {Limits.method}, by size)
 --batch N                 sequences alive at once (default: the fastest number)
 --search-seconds SECONDS  most seconds of the search (default: {Limits.seconds:g})
 """,
-    more={"method": {"choices": METHODS}},
+    more={"method": {"choices": METHODS}, "indicator": {"choices": tuple(file.INDICATORS)}},
 )
 
 
 def check_cluster(args: argparse.Namespace) -> None:
     """Raise InvalidInput if options do not go with --cluster, a value is not allowed, or a file cannot be written."""
     refuse_given(args, _UNUSED, "has no effect with --cluster, whose file describes the devices; leave one out")
+    if args.indicator and not args.harm:
+        raise InvalidInput(f"--indicator {args.indicator} says which numbers of --harm count; give --harm, too")
     check_least(args, theta=0, group=1, batch=1, search_seconds=1e-3)
     cluster = shipped.find("clusters", args.cluster)
     check_written(args, {"--save": args.save}, {"--input": args.input, "--cluster": cluster, "--harm": args.harm})
@@ -75,12 +78,12 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
     models, opened = _models(args, cluster, formats)
     first = next(iter(models.values()))
     if args.harm:
-        table = file.load_harm(args.harm, len(first.kinds), formats)
+        table = file.load_harm(args.harm, len(first.kinds), formats, args.indicator or "measured")
     else:
         table = assumed_harm(first, formats)
         if len(formats) > 1:
             rule = "proportional to parameters and 4^-bits, all layers in int4 = 1"
-            say(f"harm of formats is assumed: {rule}; --harm gives measured numbers")
+            say(f"harm of formats is assumed: {rule}; flexengine quality --harm FILE measures it, and --harm reads it")
     job = ClusterJob(workload(args, opened))
     theta = ClusterTask.theta if args.theta is None else args.theta
     task = ClusterTask(cluster, models, job, formats, table, theta, args.group or ClusterTask.group)

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__, texts
 from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
-from flexengine.lossy import CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
+from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
 from flexengine.model.tokenizer import excerpts
 from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
 from flexengine.shell.commands.habits import command_text
 from flexengine.shell.commands.messages import DONE, SOME_FAILED, program, say, table
-from flexengine.shell.commands.parser import Parser
+from flexengine.shell.commands.parser import Parser, refuse_given
 from flexengine.shell.commands.quality_choices import ALL, LossyCost, Scored, asked, cost, run_words
+from flexengine.shell.commands.quality_harm import harm_of, harm_table, harm_text
 from flexengine.worker import layer_formats
 
 if TYPE_CHECKING:
@@ -45,10 +46,13 @@ _TEXT = f"""
 --rows N     stretches of the text (default: %(default)s)
 --tokens N   tokens of each (default: %(default)s)
 """
+_FOR_CHOICES = ("all_together", "budget", "text", "rows", "tokens", "save", "save_bits")
 _OUTPUT = """
 --json                 print the numbers as JSON instead of a table
 --save FILE.json       write the numbers to this file as JSON
 --save-bits FILE.json  write the format of every layer that --weights mixed chose to this file, for --layer-bits
+--harm FILE.json       measure how much 8, 4 and 3 bits harm each layer, and LLM-PQ's variance indicator, and write
+                       them to this file, for plan --cluster --harm; choices are then measured only if they are given
 """
 _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weights", "cache/token", "seconds")
 
@@ -266,12 +270,17 @@ def run(args: argparse.Namespace) -> int:
     given = dict(vars(args))
     if args.layer_bits:
         given["weights"] = [*(args.weights or ()), common.bits_file(args)]
-    choices = asked(given, args.all_together, calibrate, args.budget)
+    named = any(given.get(name) for name in ALL)
+    if alone := args.harm is not None and not named:
+        fault = "is for choices, but with --harm only those that are given are measured; give one, or leave it out"
+        refuse_given(args, _FOR_CHOICES, fault)
+    choices = [] if alone else asked(given, args.all_together, calibrate, args.budget)
     text = read(args.text, args.rows, args.tokens)
     if args.save_bits and not any(each.weights == MIXED for each in choices):
         why = f"--save-bits {args.save_bits} is for weights whose bits are chosen"
         raise InvalidInput(f"{why}; give --weights mixed, too, or leave it out")
-    common.check_written(args, {"--save": args.save, "--save-bits": args.save_bits}, {"--text": args.text})
+    written = {"--save": args.save, "--save-bits": args.save_bits, "--harm": args.harm}
+    common.check_written(args, written, {"--text": args.text})
     if calibrate is not None:
         from flexengine.guests.calibration import read as read_calibration  # imported here, as it imports torch
 
@@ -289,8 +298,15 @@ def run(args: argparse.Namespace) -> int:
             about.update(facts(engine))
         return engine
 
+    if args.harm:
+        with make(Lossy("int3", calibrate=calibrate or BUNDLED)) as engine:
+            harm = harm_of(engine)
+        common.write(args.harm, harm_text(harm))
+        if alone:
+            print(json.dumps(harm) if args.json else harm_table(harm))
+            return DONE
     costs = []
-    for one in measure(make, text, choices, named=any(given.get(name) for name in ALL)):
+    for one in measure(make, text, choices, named):
         costs.append(one)
         say(brief(one))
     numbers = json.dumps(as_json(about, text, costs), allow_nan=False)

@@ -11,8 +11,9 @@ import torch
 
 from flexengine import Engine, Lossy, SamplingParams
 from flexengine.errors import InvalidInput, size_within
-from flexengine.guests import calibration
-from flexengine.guests.calibration import CONTEXT, PROBE_ROWS, ROWS, Bits
+from flexengine.guests import harms as harms_of_layers
+from flexengine.guests.calibration import ROWS
+from flexengine.guests.harms import CONTEXT, PROBE_ROWS, measured
 from flexengine.lossy import BUNDLED
 from flexengine.shell.commands import plan, quality
 from flexengine.shell.commands.messages import DONE, REFUSED
@@ -54,7 +55,7 @@ def test_the_least_harm_within_the_budget(model: Path, sizes: Any, held: Any) ->
     """Of all 256 choices; and the tokens of transformers with these weights, from several tiers."""
     budget = sizes.rest + sum(sizes.layer[b] for b in held)
     with Engine(model, policy=SPREAD, device="sim", lossy=mixed(budget)) as engine:
-        harms = Bits(engine.core, engine.calibrator).harms()
+        harms = [layer["int3"] for layer in measured(engine.core, engine.calibrator)]
         found = [r.token_ids for r in engine.generate(PROMPTS, GREEDY)]
         formats, importances = engine.lossy.weights, engine.calibrator.importances
         assert sum(t.held_bytes for t in engine.facts.tensors) <= budget
@@ -74,7 +75,7 @@ def test_the_least_harm_within_the_budget(model: Path, sizes: Any, held: Any) ->
 def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
     """By transformers: half the mean square of the changes of log probabilities, with embedding and head in 8 bits."""
     with Engine(model, device="sim", lossy=mixed(10**6)) as engine:
-        found = Bits(engine.core, engine.calibrator).harms()
+        found = [layer["int3"] for layer in measured(engine.core, engine.calibrator)]
         assert engine.calibrator.importances is not None
         assert engine.calibrator.text is not None
         columns, rows = engine.calibrator.importances.columns, engine.calibrator.text.rows[:: ROWS // PROBE_ROWS]
@@ -93,15 +94,15 @@ def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
 
 def test_an_interrupted_measurement_continues(model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the importances, the exact scores and those of two layers; the exact scores are computed again."""
-    real, calls = calibration.check_read, list[int]()
+    real, calls = harms_of_layers.check_read, list[int]()
 
     def counted(results: Any) -> None:
-        if len(calls) == 4:
+        if len(calls) == 3:
             raise KeyboardInterrupt
         calls.append(1)
         real(results)
 
-    monkeypatch.setattr(calibration, "check_read", counted)
+    monkeypatch.setattr(harms_of_layers, "check_read", counted)
     with Engine(model, device="sim", lossy=mixed(150_000)) as engine, pytest.raises(KeyboardInterrupt):
         engine.choose_bits()
     calls[:] = [0] * 10

@@ -50,6 +50,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cluster", "llm-pq-3", "--allow", "int7"], "--allow int7 is unknown"),
         (["--cluster", "llm-pq-3", "--weights", "int2"], "--weights is int2; layers of a pipeline may be in"),
         (["--cluster", "llm-pq-3", "--weights", "int4", "--quality", "near"], "--weights fixes the format"),
+        (["--cluster", "llm-pq-3", "--indicator", "variance"], "says which numbers of --harm count; give --harm, too"),
+        (["--indicator", "variance"], "--indicator is for a plan with --cluster"),
         (["--theta", "2"], "--theta is for a plan with --cluster"),
         (["--batch", "2"], "--batch is for a plan with --cluster"),
         (["--theta", "1"], "--theta is for a plan with --cluster"),

@@ -161,12 +161,18 @@ def test_harm_tables(tmp_path: Path) -> None:
     assert load_harm(path, 2, (None, "int8", "int4")).tolist() == [[0, 0.1, 1.5], [0, 0, 2]]
     path.write_text(json.dumps({"layers": [{"exact": None, "int3": None} | row for row in rows]}))  # null: not known
     assert load_harm(path, 2, (None, "int8", "int4")).tolist() == [[0, 0.1, 1.5], [0, 0, 2]]
+    with pytest.raises(InvalidInput, match="has no variance; flexengine quality --harm FILE writes a file"):
+        load_harm(path, 2, (None, "int8"), "variance")
+    path.write_text(json.dumps({"model": "m", "layers": rows, "variance": [{"int8": 5}, {"int8": 6}]}))
+    assert load_harm(path, 2, (None, "int8"), "variance").tolist() == [[0, 5], [0, 6]]
+    with pytest.raises(InvalidInput, match="variance, layer 0 has no harm of int4"):
+        load_harm(path, 2, (None, "int4"), "variance")
     for layers, formats, message in (
         (3, (None,), "has 2 layers, but the model has 3"), (2, (None, "int3"), "layer 0 has no harm of int3"),
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=message):
             load_harm(path, layers, formats)
-    for values, message in (({"rows": []}, r"unknown fields \['rows'\]; it takes \['layers'\]"),
+    for values, message in (({"rows": []}, r"unknown fields \['rows'\]; it takes \['layers'"),
                             ({}, r"lacks fields \['layers'\]"), ({"layers": 1}, "it must be a list with an object"),
                             ({"layers": [1]}, r"layers\[0\] is 1; it must be an object"),
                             ({"layers": [{"int5": 1}]}, r"layer 0 has unknown fields \['int5'\]; it takes \['exact'"),
