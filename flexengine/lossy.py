@@ -197,7 +197,9 @@ def choices(allowed: Iterable[str]) -> tuple[Lossy, ...]:
     values: dict[str, list[Any]] = {name: [None] for name in SWITCHES}
     names = list(allowed)
     if unknown := [name for name in names if name not in ALLOW]:
-        raise InvalidInput(f"{unknown[0]!r} cannot be allowed; choose from {', '.join(ALLOW)}")
+        several = ", ".join(QUALITY.get(unknown[0], ()))
+        short = several and f"; {unknown[0]} is {several}, as in flexengine run --quality {unknown[0]}"
+        raise InvalidInput(f"{unknown[0]!r} cannot be allowed; choose from {', '.join(ALLOW)}{short}")
     for name, (switch, value) in ALLOW.items():
         if name in names:
             values[switch].append(value)

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 from flexengine.errors import InvalidInput, blankness
 from flexengine.job.arrow_rows import TableRow
+from flexengine.job.delimiters import Remedies
 from flexengine.job.files import explained, whole_file
 from flexengine.job.inputs import InputFile
-from flexengine.job.read_tables import DELIMITERS, arrow_table, csv_table, other_separator
+from flexengine.job.read_tables import DELIMITERS, arrow_table, csv_table, seeming
 from flexengine.job.results import encode_fields
 
 _FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _ACCEPTED = ".csv, .tsv, .parquet, .arrow and .feather (.csv and .tsv also with .gz or .zst)"
+_REMEDIES = Remedies("give --delimiter {0}, or begin the file with the line sep={1}", "name it .{0}")
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 
 
@@ -37,6 +39,7 @@ class FileTable:
     records: tuple[TableRow, ...]
     arrow: Any = None  # the pyarrow.Table of a Parquet or Arrow file; None for text
     delimiter: str = ""  # the character between cells of text; "" is that of the format
+    seeming: str = ""  # what `other_separator` says about the columns
 
     def place(self, row: int) -> str:
         """Return file and line of a row, for messages."""
@@ -56,8 +59,7 @@ class FileTable:
 
     def known_columns(self) -> str:
         """Return the columns, for messages, and whether they seem to have another separator."""
-        seems = other_separator(self.columns, self.form)
-        return f"{', '.join(self.columns)}{seems and f': {seems}'}"
+        return f"{', '.join(self.columns)}{self.seeming and f': {self.seeming}'}"
 
     def as_arrow(self) -> Any:
         """Return the table as a pyarrow.Table. Cells that were not read by pyarrow become strings or floats."""
@@ -105,19 +107,24 @@ def read_table(name: str, what: str = "table", limit: int | None = None, delimit
     Args:
         what: option or argument that names the file, for messages.
         limit: only the first rows; None is all.
-        delimiter: as for `InputFile`.
+        delimiter: as for `InputFile`; files of other formats have none.
     """
     path = Path(name)
     packed = path.suffix.lower() in (".gz", ".zst")
     form = _FORMS.get(Path(path.stem).suffix.lower() if packed else path.suffix.lower())
     if form is None or (packed and form not in DELIMITERS):
         raise InvalidInput(f"{what} {name} has suffix {path.suffix!r}; accepted are {_ACCEPTED}")
-    with closing(InputFile(path, form, delimiter=delimiter)) as source:
+    delimiter = delimiter if form in DELIMITERS else None
+    with closing(InputFile(path, form, delimiter, remedies=_REMEDIES)) as source:
         columns, records = read_records(source, f"{what} {name}", limit)
+        if "" in columns and not any(record.fields.get("") for record in records):  # of a separator at each line's end
+            columns = tuple(filter(None, columns))
+            records = tuple(r._replace(fields={k: v for k, v in r.fields.items() if k}) for r in records)
         if "" in columns:
             raise InvalidInput(f"{what} {name} has a column without a name, number {columns.index('') + 1}; name it")
         arrow = None if form in DELIMITERS else _whole(source).slice(0, limit)
-    return FileTable(str(path), form, columns, records, arrow, source.delimiter)
+        seems = seeming(columns, source)
+    return FileTable(str(path), form, columns, records, arrow, source.delimiter, seems)
 
 
 def _whole(source: InputFile) -> Any:

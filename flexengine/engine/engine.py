@@ -228,7 +228,8 @@ class Engine(Session):
             row_options: let columns or fields named like sampling parameters set them for their row; False takes them
                 for data. None is True for JSON lines, and False for tables.
             template: the prompt of each row, as text with columns in braces: "Label: {review}"; {{ and }} are braces.
-            delimiter: the character between the cells of a .csv or .tsv file; None is a comma, or a tab.
+            delimiter: the character between the cells of a .csv or .tsv file; None is a comma, or a tab. A first line
+                sep=; of the file counts more.
             restart: delete the journal of earlier runs, and start over.
             retry_errors: run rows again that ended with an error.
 

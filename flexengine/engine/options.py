@@ -59,7 +59,7 @@ def _workers(name: str, value: Any) -> Any:
 def _allow(name: str, value: Any) -> Any:
     """Return names that the planner may choose from. Raise InvalidInput if they are none."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        example = value if isinstance(value, str) else "int8-weights"
+        choices([example := value if isinstance(value, str) else "int8-weights"])
         refuse(name, value, f"a list of names, such as [{example!r}]")
     choices(value)
     return value

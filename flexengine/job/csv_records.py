@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, cast
 
 from flexengine.errors import InvalidInput
+from flexengine.job.delimiters import stated_delimiter
 from flexengine.job.read_json import BOM, MAX_VALUES, skip_blank, too_long, too_wide, utf8_fault
 
 CsvRecord = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
@@ -16,7 +17,7 @@ _LATE_BYTES = 2**16  # of a quoted cell in text that was read again too often
 
 
 def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[CsvRecord]:
-    """Yield the records of a file, header first, without blank lines.
+    """Yield the records of a file, header first, without blank lines and a first line that states the delimiter.
 
     If a record breaks the rules of quoting, or is longer than `most` bytes, only its first line is dropped and reading
     continues with the next line. A stray quote therefore does not consume the rest of the file.
@@ -71,7 +72,9 @@ class _Record:
             if not self._more():
                 return False
             if first:
-                self.raw, first = self.raw.removeprefix(BOM), False
+                self.raw = self.raw.removeprefix(BOM)
+                if first := stated_delimiter(self.raw) is not None:
+                    continue
             if self._is_too_long() or self.raw.strip(_LINE_END):
                 return True
             self.line += skip_blank(self._again if self._again.peek() else self._file, _LINE_END)

@@ -15,7 +15,9 @@ from pkgutil import resolve_name
 from shlex import quote
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from flexengine.activity import message
 from flexengine.errors import InvalidInput, meant
+from flexengine.job.delimiters import OF_JOB, Remedies, delimiter_of, stated_delimiter
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
 from flexengine.job.packed import Bytes, unpacked
 from flexengine.job.row_fields import FieldNotes, RowRules
@@ -174,8 +176,8 @@ _SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 # Files that begin like this hold no text.
 _FOREIGN = (
     (rb"PK\x03\x04", "a spreadsheet or a ZIP archive; save the sheet as CSV (UTF-8), or unpack the archive"),
-    (rb"PAR1[\x00-\x1f]", "a Parquet file; give --input-format parquet (input_format='parquet' in Python)"),
-    (rb"ARROW1\x00\x00", "an Arrow file; give --input-format arrow (input_format='arrow' in Python)"),
+    (rb"PAR1[\x00-\x1f]", "a Parquet file; {parquet}"),
+    (rb"ARROW1\x00\x00", "an Arrow file; {arrow}"),
     (rb"BZh[1-9]1AY&SY", "compressed with bzip2; decompress it first (bunzip2 -k)"),
     (rb"\xfd7zXZ\x00", "compressed with xz; decompress it first (unxz -k)"),
 )
@@ -192,14 +194,19 @@ class InputFile:
         file: regular file that holds its bytes: the input, or a temporary copy of a stream.
         form: one of FORMATS.
         packing: how it is compressed: gzip, zstd or "".
-        delimiter: the character between cells; "" if it is no table of text.
-        memory: the argument.
+        delimiter: the character between cells; "" if it is no table of text. A first line sep=; states it.
+        memory, remedies: the arguments.
         taken: most bytes of memory that reading took so far: for rows of over _STEP bytes, by `row_memory`, and for
             another process that reads them.
     """
 
     def __init__(
-        self, name: Path, form: str | None = None, delimiter: str | None = None, memory: int | None = None
+        self,
+        name: Path,
+        form: str | None = None,
+        delimiter: str | None = None,
+        memory: int | None = None,
+        remedies: Remedies = OF_JOB,
     ) -> None:
         """Open an input.
 
@@ -210,23 +217,28 @@ class InputFile:
             delimiter: the character between cells of a .csv or .tsv file; None is that of its format.
             memory: bytes of RAM that the user gave the job; a part of them limits the process that reads a table. None
                 is a constant limit.
+            remedies: what messages propose.
 
         Raises:
             InvalidInput: the input is missing, unreadable, a directory, or holds no text in UTF-8; its format is
                 unknown, it is compressed in a way that is not read, or the delimiter is not possible.
         """
-        self.name, self.memory, self.taken = name, memory, 0
+        self.name, self.memory, self.remedies, self.taken = name, memory, remedies, 0
         self._counted = 0  # end of the last row whose memory was counted
         self._copy: Any = None
         if name.is_dir():
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
-        self.form, packed = _form_of(name, form, "jsonl" if delimiter is None else "csv")
-        self.delimiter = _delimiter_of(self.form, delimiter)
+        self.form, packed = _form_of(name, form, "jsonl" if delimiter is None else "csv", remedies)
+        self.delimiter = delimiter_of(delimiter, FORMATS[self.form].delimiter, remedies)
         try:
             self.file = self._regular()
             self.packing = self._packing_of(packed)
             if not FORMATS[self.form].seeks:
-                self._check_text()
+                stated = stated_delimiter(self._checked_head())
+                if self.delimiter and stated and stated != self.delimiter:
+                    if delimiter is not None:
+                        message(f"{name} states {stated!r} in its first line; {self.delimiter!r} is not used for it")
+                    self.delimiter = stated
         except BaseException:
             self.close()
             raise
@@ -321,12 +333,13 @@ class InputFile:
             )
         return packing
 
-    def _check_text(self) -> None:
-        """Raise InvalidInput if the file begins like a file of another kind, or is not encoded as UTF-8."""
+    def _checked_head(self) -> bytes:
+        """Return the first bytes. Raise InvalidInput if they are those of another kind of file, or not UTF-8."""
         with self.open() as file:
             head = file.read(_SEEN)
         if what := next((what for pattern, what in _FOREIGN if re.match(pattern, head)), None):
-            raise InvalidInput(f"input {self.name} is {what}")
+            forms = {form: self.remedies.form.format(form) for form in ("parquet", "arrow")}
+            raise InvalidInput(f"input {self.name} is {what.format(**forms)}")
         wide = head.startswith(_UTF32_BOMS)
         even, odd = head[0::2], head[1::2]  # every second byte of Latin letters in UTF-16 is 0
         zeros = len(odd) > 1 and ((not any(odd) and all(even)) or (not any(even) and all(odd)))
@@ -341,21 +354,10 @@ class InputFile:
                 f"input {self.name} is encoded in {encoding}, as some programs of Windows write it; text"
                 f" must be UTF-8: {first}convert it with {command}"
             )
+        return head
 
 
-def _delimiter_of(form: str, given: str | None) -> str:
-    own = FORMATS[form].delimiter
-    if given is None:
-        return own
-    given = "\t" if given == "\\t" else given
-    if not own or len(given) != 1 or given in '"\r\n':
-        other = "only .csv and .tsv files have one; leave it out, or give their format: --input-format csv"
-        must = "it must be one character, and no quote or line end" if own else other
-        raise InvalidInput(f"--delimiter (delimiter in Python) is {given!r}; {must}")
-    return given
-
-
-def _form_of(name: Path, form: str | None, of_stream: str) -> tuple[str, str]:
+def _form_of(name: Path, form: str | None, of_stream: str, remedies: Remedies) -> tuple[str, str]:
     """Return the format of an input, one of FORMATS, and the compression that its suffix states ("" for none).
     of_stream: the format of a stream without a suffix."""
     suffix = name.suffix.lower()
@@ -371,7 +373,7 @@ def _form_of(name: Path, form: str | None, of_stream: str) -> tuple[str, str]:
     if named is not None:
         return named, packed
     where = f"no suffix before {name.suffix}" if packed and not inner else f"suffix {inner!r}"
-    fault = f"has {where}; accepted are {ACCEPTED}; or give --input-format (input_format in Python)"
+    fault = f"has {where}; accepted are {ACCEPTED}; or {remedies.form.format('jsonl')}"
     if inner in _SPREADSHEETS:
         fault = "is a spreadsheet, which is not read; save the sheet as CSV (UTF-8) and give that file"
     elif inner in _UNPACK:

@@ -10,6 +10,13 @@ from flexengine.errors import InvalidInput, blankness, json_kind
 
 _BRACES = "write {{ and }} for braces that are text"
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template, beside text
+_ESCAPE = re.compile(r"\\[nrt]")  # as users type line breaks and tabs, where they are two characters
+
+
+def typed_escape(texts: Iterable[str]) -> str:
+    """Return the first \\n, \\r or \\t of two characters in texts without line breaks and tabs; "" if there is none."""
+    typed = (_ESCAPE.search(text) for text in texts if not re.search(r"[\n\r\t]", text))
+    return next((found[0] for found in typed if found), "")
 
 
 @lru_cache(100)

@@ -14,11 +14,14 @@ from shlex import quote
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 from unicodedata import category, normalize
 
+from flexengine.activity import message
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, json_fault, meant, shown
+from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown
 from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line
+from flexengine.job.chats import TOOLS
 from flexengine.job.csv_records import csv_records
+from flexengine.job.delimiters import other_separator
 from flexengine.job.inputs import FORMATS, InputFile, ReadRows
 from flexengine.job.prompt_template import unknown_column
 from flexengine.job.row_fields import KEPT, RowRules, with_numbers
@@ -28,8 +31,10 @@ from flexengine.job.table_process import table_rows
 DELIMITERS = {name: kind.delimiter for name, kind in FORMATS.items() if kind.delimiter}  # by format
 _AS_UTF8 = "save the file as UTF-8"
 _OF_EXCEL = f"{_AS_UTF8} (Excel: CSV UTF-8), or convert it: iconv -f WINDOWS-1252 -t UTF-8"
+# Cells that are JSON, by the column of the prompt.
+_AS_JSON = {"messages": ("messages", TOOLS), "prompt_token_ids": ("prompt_token_ids",)}
+_MESSAGES = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]")  # in JSON, or as Python prints them
 _SAMPLE = 100  # rows in which the column with the longest text is searched
-_AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 FURTHER = "further_cells"  # field with the cells of a row that has more than the header
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
 _BEGINNING = 1000  # characters of a cell by which it is text or not
@@ -59,18 +64,35 @@ def check_columns(
         named = f"named {double}; rename them" if double != [""] else "without a name; name them"
         raise InvalidInput(f"input {source.name} has several columns {named}")
     if absent := [name for name in rules.columns if name not in columns]:
-        seems = other_separator(columns, source.form, _AS_TSV)
+        seems = seeming(columns, source)
         raise InvalidInput(f"input {source.name}: {unknown_column(absent[0], columns)}{seems and f': {seems}'}")
     if rules.columns or set(wanted) & set(columns):
         return
     lacks = f"input {source.name} has no column {' or '.join(wanted)}; its columns are {columns}"
-    if seems := other_separator(columns, source.form, _AS_TSV):
+    if seems := seeming(columns, source):
         raise InvalidInput(f"{lacks}: {seems}")
     alike = [column for column in columns if column.lower() in PROMPT_KINDS]
+    if alike and alike[0] in _AS_JSON and source.form in DELIMITERS and _first_cell(alike[0], rows)[:1] != "[":
+        raise InvalidInput(f"{lacks}: {_texts_of(alike[0])}")
     guess = alike[0] if alike else longest_text(columns, islice(rows, _SAMPLE))
     name = meant(rules.column, columns) if rules.column else guess
     named = f"--prompt-column {quote(name or 'NAME')} (prompt_column={name or 'NAME'!r} in Python)"
     raise InvalidInput(f"{lacks}: name the one with the prompts: {named}, or make them of columns by --template")
+
+
+def _first_cell(column: str, rows: Iterator[TableRow]) -> str:
+    """Return the text of the next row in a column, without spaces before it; "" if there is none."""
+    row = next(rows, None)
+    return "" if row is None else str(row.fields.get(column, "")).lstrip()
+
+
+def _texts_of(column: str) -> str:
+    return f"if its cells are texts, give --template '{{{column}}}' (template='{{{column}}}' in Python)"
+
+
+def seeming(columns: Sequence[str], source: InputFile) -> str:
+    """Return what `other_separator` says about the columns of a table."""
+    return other_separator(source.delimiter.join(columns), source.delimiter, source.remedies)
 
 
 def longest_text(columns: Sequence[str], rows: Iterable[TableRow]) -> str | None:
@@ -93,31 +115,14 @@ def _is_text(cell: str) -> bool:
     return any(map(_NO_SPACES.search, parts)) or sum(_WORD.fullmatch(part) is not None for part in spelt) > 1
 
 
-def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .tsv") -> str:
-    """Return, for a message, the character that seems to separate the columns, and what to do; "" if there is none.
-
-    Args:
-        columns: names of the columns. With another separator there is one, which holds all names.
-        as_tsv: what to do if tabs separate the columns.
-    """
-    separator = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and form in DELIMITERS else None
-    if separator is None:
-        return ""
-    tabs = separator[0] == "\t"
-    remedy = as_tsv if tabs else f"give --delimiter {separator[0]!r} (delimiter={separator[0]!r} in Python)"
-    return f"they seem to be separated by {'tabs' if tabs else repr(separator[0])}; {remedy}"
-
-
 def open_table(source: InputFile, rules: RowRules) -> ReadRows:
     """Return the reader of a table. pyarrow opens Parquet and Arrow files by their path."""
     given, score = rules, rules.score
     if (in_text := source.form in DELIMITERS) and rules.template is None:
         rules = replace(rules, column=rules.column or "prompt")
-        if rules.column in PROMPT_KINDS[1:]:
-            fault = f"cells are text and cannot hold {rules.column}; use .jsonl or .parquet"
-            raise InvalidInput(f"input {source.name}: {fault}")
     texts = (rules.column or "prompt", *rules.columns, *((CONTEXT, *SCORED_KINDS) if score else ()))
     convert = _scored_cell if score else parsed_cell
+    as_json = _AS_JSON.get(rules.column or "", ())
 
     def table(file: BinaryIO) -> tuple[list[str], Iterator[TableRow]]:
         return csv_table(file, source) if in_text else arrow_table(source, texts)
@@ -128,8 +133,9 @@ def open_table(source: InputFile, rules: RowRules) -> ReadRows:
             if record.fault is not None:
                 raise InvalidInput(record.fault)
             request = with_numbers(rules.request(record.fields), record.numbers)
-            cells = {name: convert(name, value) for name, value in request.items()} if in_text else request
-            return replace(row, request=cells)
+            if in_text:
+                request = {n: (json_cell if n in as_json else convert)(n, cell) for n, cell in request.items()}
+            return replace(row, request=request)
         except InvalidInput as error:
             return row.refused(str(error))
 
@@ -137,6 +143,9 @@ def open_table(source: InputFile, rules: RowRules) -> ReadRows:
     with source.open() as file:
         columns, records = table(file)
         check_columns(source, columns, (*SCORED_KINDS, *prompts) if score else prompts, given, records)
+        if in_text and rules.column and not as_json and _MESSAGES.match(_first_cell(rules.column, records)):
+            remedy = "rename it to messages, and give --prompt-column messages (prompt_column='messages' in Python)"
+            message(f"column {rules.column} holds messages in JSON, which are run as text; for chats {remedy}")
     opened = [] if in_text else [records]  # another process has opened the file, and is used at the first reading
     return lambda file: map(row_of, count(), opened.pop() if opened else table(file)[1])
 
@@ -148,10 +157,12 @@ def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[Ta
     found = csv_records(file, source.delimiter, read_json.MAX_LINE_BYTES)
     records = ((line, cells, fault and fault.replace(_AS_UTF8, _OF_EXCEL)) for line, cells, fault in found)
     line, columns, fault = next(records, (0, [], "it is empty"))
-    if columns == ["sep=", ""]:  # as programs write it for Excel: sep=;
-        line, columns, fault = next(records, (0, [], "it is empty"))
     if fault:
         fault = f"line {line} {fault}" if line else fault
+        with source.open() as again:
+            header = re.sub(r'"[^"]*"', "", again.readline(_BEGINNING).decode(errors="replace"))
+        if seems := other_separator(header, source.delimiter, source.remedies):
+            fault += f"; its columns {seems.removeprefix('they ')}"
         raise InvalidInput(f"input {source.name} has no header line that names the columns: {fault}")
 
     unnamed, width = columns.count("") > 1 and not columns[-1], len(columns)
@@ -184,12 +195,21 @@ def _scored_cell(name: str, cell: str) -> Any:
     JSON list. Other cells are as for `parsed_cell`."""
     if not cell and name in ("prompt", CONTEXT, *SCORED_KINDS):
         return None
-    if name != "choices":
-        return parsed_cell(name, cell)
+    return json_cell(name, cell) if name == "choices" else parsed_cell(name, cell)
+
+
+def json_cell(name: str, cell: str) -> Any:
+    """Return the JSON list in a CSV cell; None if it is empty. Raise InvalidInput if it holds none."""
     try:
-        return json.loads(cell)
+        value = json.loads(cell or "null")
+        if isinstance(value, list | None):
+            return value
+        fault = f"it is {json_kind(value)}"
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"choices is {shown(cell)}, which is no JSON list: {json_fault(error)}") from error
+        fault = json_fault(error)
+    texts = f"; {_texts_of(name)}" if name in PROMPT_KINDS else ""
+    remedy = "; write it with json.dumps" if cell[:1] in "[{" else texts
+    raise InvalidInput(f"{name} is {shown(cell)}, which is no JSON list: {fault}{remedy}")
 
 
 def parsed_cell(name: str, cell: str) -> Any:

@@ -86,6 +86,8 @@ def test_the_signature_is_that_of_the_options() -> None:
     ({"lossy": None}, "; it must be a Lossy"),
     ({"on_sweep": 3}, "on_sweep is 3; it must be a function"),
     ({"allow": "int4-weights"}, "allow is 'int4-weights'; it must be a list of names, such as ['int4-weights']"),
+    ({"allow": "near"}, "'near' cannot be allowed; choose from int8-weights, "),
+    ({"allow": ["near"]}, "; near is int8-weights, int8-compute, int8-cache, as in flexengine run --quality near"),
     ({"allow": [4]}, "allow is [4]; it must be a list of names"),
     ({"allow": ["int4"]}, "'int4' cannot be allowed; choose from int8-weights"),
     ({"allow": ["int4-weights"], "policy": Policy()}, "allow cannot be combined with lossy or policy"),

@@ -140,10 +140,10 @@ def test_csv_headers(tmp_path):
     refused = (
         (header, None, r"no column prompt; its columns are \['question', 'id'\].*--prompt-column"),
         (header, "text", "no column text"),
-        (header, "messages", "cannot hold messages"),
+        (header, "messages", "no column messages"),
         (b"prompt,id,prompt\n", None, r"several columns named \['prompt'\]"),
         (b"id;prompt\n1;a\n", None, r"separated by ';'; give --delimiter ';' \(delimiter=';' in Python\)"),
-        (b"id\tprompt\n1\ta\n", None, r"separated by tabs; give --input-format tsv \(input_format='tsv' in Python\)"),
+        (b"id\tprompt\n1\ta\n", None, r"separated by tabs; give --delimiter '\\t' \(delimiter='\\t' in Python\)"),
         (b"Prompt,id\n", None, r"--prompt-column Prompt \(prompt_column='Prompt' in Python\)"),
         (b"", None, "empty"),
         (b"\n\n", None, "empty"),
@@ -185,6 +185,49 @@ def test_sampling_fields_in_csv_cells(tmp_path, column, good, bad):
     for cell in bad:
         (row,) = written_cells(tmp_path, column, cell)
         assert row.error.startswith(f"line 2: column {column} is ")
+
+
+CHAT = '"[{""role"": ""user"", ""content"": ""hello""}]"'
+
+
+def test_messages_and_token_ids_in_cells(tmp_path):
+    """JSON, in a column that is named for it; an empty cell is no value. Other cells are error rows with the remedy."""
+    printed = "\"[{'role': 'user', 'content': 'hello'}]\""
+    cells = (f'{CHAT},"[{{""type"": ""function""}}]"', f"{CHAT},", f"{printed},", "Nice.,", '"{""role"": 1}",', ',"[]"')
+    text = "messages,tools\n" + "\n".join(cells)
+    rows = rows_of(tmp_path, text.encode(), "in.csv", prompt_column="messages")
+    chat = [{"role": "user", "content": "hello"}]
+    assert rows[0].request == {"messages": chat, "tools": [{"type": "function"}]}
+    assert rows[1].request == {"messages": chat, "tools": None}
+    assert encode(rows[1], make_tokenizer(), 64, DEFAULTS).prompt_ids == (3, 4, 1)
+    assert rows[0].fields["messages"] == '[{"role": "user", "content": "hello"}]'
+    assert rows[2].error.endswith("(char 2); write it with json.dumps")
+    assert rows[3].error.startswith("line 5: messages is 'Nice.', which is no JSON list: ")
+    texts = "; if its cells are texts, give --template '{messages}' (template='{messages}' in Python)"
+    assert rows[3].error.endswith(texts)
+    assert rows[4].error.endswith("which is no JSON list: it is an object; write it with json.dumps")
+    assert "messages is null or NaN, so missing" in encode(rows[5], make_tokenizer(), 64, DEFAULTS).error
+    (row,) = rows_of(tmp_path, b'prompt_token_ids\n"[1, 2]"\n', "in.csv", prompt_column="prompt_token_ids")
+    assert row.request == {"prompt_token_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(("cell", "remedy"), [
+    (CHAT, r"--prompt-column messages \("), ("\"[{'role': 'user'}]\"", r"--prompt-column messages \("),
+    ("I like it", r"if its cells are texts, give --template '\{messages\}' \("),
+])  # fmt: skip
+def test_the_remedy_for_a_column_of_messages(tmp_path, cell, remedy):
+    with pytest.raises(InvalidInput, match=rf"no column prompt; its columns are \['messages'\]: .*{remedy}"):
+        rows_of(tmp_path, f"messages\n{cell}\n".encode(), "in.csv")
+    (row,) = rows_of(tmp_path, f"messages\n{cell}\n".encode(), "in.csv", template="{messages}")
+    assert row.error is None
+
+
+def test_messages_that_are_run_as_text_are_named(tmp_path, caplog):
+    caplog.set_level("INFO", "flexengine")
+    for cell, told in ((CHAT, 1), ("[1] a", 0), ("hello", 0)):
+        caplog.clear()
+        assert len(rows_of(tmp_path, f"prompt\n{cell}\n".encode(), "in.csv")) == 1
+        assert caplog.text.count("column prompt holds messages in JSON, which are run as text") == told
 
 
 def written_cells(tmp_path: Path, column: str, cell: str) -> list[Row]:

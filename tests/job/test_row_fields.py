@@ -311,7 +311,7 @@ def test_a_german_export_of_excel(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match=r"separated by ';'; give --delimiter ';' \(delimiter=';' in Python\)"):
             InputRows(tmp_path / "in.csv", **more)
     for wrong, name in ((";;", "in.csv"), ('"', "in.csv"), (";", "in.jsonl")):
-        with pytest.raises(InvalidInput, match=r"--delimiter \(delimiter in Python\) is"):
+        with pytest.raises(InvalidInput, match=f"the delimiter is {wrong!r}; (it must be one|only .csv)"):
             InputRows(written(tmp_path, text.encode(), name), delimiter=wrong)
     assert rows_of(tmp_path, b"id\tprompt\n1\ta\n", "t.csv", delimiter="\\t")[0].prompt == "a"
 

@@ -247,6 +247,7 @@ def test_plot_file(line: Line) -> None:
         (["--weights", "int4", "--quality", "near"], "leave out one of them"),
         (["--policy", "POLICY", "--allow", "int4-cache"], "a policy is given; leave out one of them"),
         (["--allow", "int5-cache"], "'int5-cache' cannot be allowed"),
+        (["--allow", "int8-cache, near"], "'near' cannot be allowed; choose from int8-weights, "),
         (["--cache", "bf16"], "cache is 'bf16', but this GPU computes in"),
         (["--sparse-attention", "2"], "sparse_attention is 2.0; it must be a share above 0 and below 1"),
         (["--sparsify", "2"], "sparsify is 2.0; it must be a share above 0 and below 1"),

@@ -16,9 +16,13 @@ from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
 from flexengine.apps.tables import FileTable, read_records
 from flexengine.errors import InvalidInput, json_kind, shown
 from flexengine.job.arrow_rows import TableRow
+from flexengine.job.delimiters import Remedies
 from flexengine.job.inputs import InputFile, InputRows
 from flexengine.job.prompt_template import columns_of, filled, text_of
+from flexengine.job.read_tables import seeming
 from flexengine.job.rows import without_place
+
+_REMEDIES = Remedies("give data.delimiter: {0}, or begin the file with the line sep={1}", "name it .{0}")
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,13 @@ def build(scenario: Scenario) -> Built:
     return Built(scenario, tuple(instances), tuple(row.number for row in shots), digests)
 
 
-def read_table(path: Path) -> FileTable:
+def read_table(path: Path, delimiter: str | None = None) -> FileTable:
     """Return the rows of a file. A .txt file has one column, text, with a line in each row. Raise InvalidInput if the
-    file cannot be read, has an unknown format, or has no rows."""
+    file cannot be read, has an unknown format, or has no rows. delimiter: as for `InputFile`."""
     if path.exists() and not path.is_file():
         raise InvalidInput(f"{path} is no file; name a .jsonl, .csv, .tsv, .txt, .parquet or .arrow file")
-    with closing(InputFile(path)) as source:
+    seems = ""
+    with closing(InputFile(path, delimiter=delimiter, remedies=_REMEDIES)) as source:
         form = source.form
         if form in ("jsonl", "txt"):
             found = []
@@ -95,14 +100,15 @@ def read_table(path: Path) -> FileTable:
             columns = tuple(dict.fromkeys(name for row in rows for name in row.fields))
         else:
             columns, rows = read_records(source, str(path))
+            seems = seeming(columns, source)
     if not rows:
         raise InvalidInput(f"{path} has no rows; name a file with at least one")
-    return FileTable(str(path), form, columns, rows)
+    return FileTable(str(path), form, columns, rows, seeming=seems)
 
 
 def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> FileTable:
     try:
-        table = read_table(scenario.path(name))
+        table = read_table(scenario.path(name), scenario.delimiter(name))
     except InvalidInput as error:
         raise scenario.origin.fault(field, f"{field}: {error}") from error
     needed = [("prompt.template", column) for column in columns]

@@ -12,6 +12,7 @@ from flexengine.apps.evaluate.perturb import Perturbations
 from flexengine.apps.evaluate.yaml_fields import FieldLines, read
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
+from flexengine.job.delimiters import OF_JOB, delimiter_of
 from flexengine.job.prompt_template import columns_of
 from flexengine.records import Limit
 
@@ -30,6 +31,7 @@ class Data:
 
     file: str  # .jsonl, .csv, .tsv, .txt, .parquet or .arrow; a relative name is relative to the scenario's file
     limit: Annotated[int | None, Limit(1)] = None  # most rows that are evaluated; None is all
+    delimiter: str | None = None  # the character between cells of .csv and .tsv, also of few_shot.file
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class Scenario:
         """Return the path of a file that the scenario names."""
         return Path(self.origin.file).parent / name
 
+    def delimiter(self, name: str) -> str | None:
+        """Return `data.delimiter` if a file is a table of text, else None."""
+        return self.data.delimiter if {".csv", ".tsv"} & set(map(str.lower, Path(name).suffixes)) else None
+
     def described(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "origin"}
@@ -165,6 +171,13 @@ def _value_faults(scenario: Scenario) -> Iterator[tuple[str, str]]:
     label, perturbed = scenario.label, scenario.perturbations
     if scenario.few_shot is not None and label is None:
         yield "few_shot", "few_shot shows rows with their answers; give label, or remove few_shot"
+    names = (scenario.data.file, (scenario.few_shot and scenario.few_shot.file) or "")
+    try:
+        delimiter_of(scenario.data.delimiter, ",", OF_JOB)
+        if scenario.data.delimiter is not None and not any(map(scenario.delimiter, names)):
+            yield "data.delimiter", "data.delimiter is for .csv and .tsv files, and no file is one; remove it"
+    except InvalidInput as error:
+        yield "data.delimiter", f"data.delimiter: {error}"
     try:
         SamplingParams(max_tokens=scenario.generation.max_tokens, stop=scenario.generation.stop)
     except InvalidInput as error:

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 import yaml
 
+from flexengine.activity import message
 from flexengine.errors import InvalidInput, shown
+from flexengine.job.prompt_template import typed_escape
 from flexengine.records import Allowed, allowed, checked
 
 T = TypeVar("T")
@@ -77,6 +79,10 @@ def _value(node: yaml.Node, rule: Allowed, name: str, origin: FieldLines) -> Any
         return _record(node, record, f"{name}.", origin)
     if nested := _nested(node):
         raise origin.fault(name, f"{name} holds {nested}; it must be {rule.text}")
+    texts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if mark := typed_escape(text.value for text in texts if text.style != '"'):
+        how = "for a line break or tab put the text between double quotes"
+        message(origin.fault(name, f"{name} has {mark}, two characters that stay as they are; {how}").args[0])
     try:
         value = yaml.constructor.SafeConstructor().construct_document(node)
     except (yaml.YAMLError, ValueError) as error:

@@ -39,19 +39,23 @@ def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str)
             yield [(int(i), float(row[i])) for i in best]
 
 
-def common_columns(left: Sequence[str], right: Sequence[str], names: str, show: Sequence[str] = ()) -> list[str]:
+def common_columns(
+    left: Sequence[str], right: Sequence[str], names: str, show: Sequence[str] = (), seeming: str = ""
+) -> list[str]:
     """Return the columns that both sides have, in the order of the left side. Raise InvalidInput if there is none, or
     one of `show` is not common.
 
     Args:
         names: names of the two sides, for messages.
         show: only these columns; empty is all.
+        seeming: as of a `FileTable` that seems to have another delimiter.
     """
     common = [column for column in left if column in right]
     if not common:
         first, second = (", ".join(columns) or "none" for columns in (left, right))
         fault = f"{names} have no common column: the first has {first}, the second has {second}"
-        raise InvalidInput(f"{fault}; rename columns so that what is compared has one name")
+        remedy = f": {seeming}" if seeming else "; rename columns so that what is compared has one name"
+        raise InvalidInput(f"{fault}{remedy}")
     for column in show:
         if column not in common:
             raise InvalidInput(f"--show {column!r} is no common column of {names}; common are {', '.join(common)}")
@@ -72,7 +76,8 @@ def matching_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
     Columns are those of the first table with left_, those of the second with right_, and similarity. A row that cannot
     be read follows the pairs, as a row with a fault that names its file and line.
     """
-    columns = common_columns(left.columns, right.columns, f"{left.name} and {right.name}", spec.show)
+    seeming = next((f"columns of {each.name}: {each.seeming}" for each in (left, right) if each.seeming), "")
+    columns = common_columns(left.columns, right.columns, f"{left.name} and {right.name}", spec.show, seeming)
     mine, other = (
         [
             " ".join(filter(None, (cell_text(record.fields.get(c)) for c in columns if not record.fault)))

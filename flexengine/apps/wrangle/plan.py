@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flexengine.activity import message
 from flexengine.apps.tables import read_table
 from flexengine.apps.wrangle.pairs import matching_pairs, nearest, schema_pairs
 from flexengine.apps.wrangle.questions import CellQuestion, TableQuestions, choices_of, questions_of, targets_of
@@ -53,7 +54,7 @@ class WranglePlan:
                 choices = [_glue(question.text) + choice + end for choice in self.choices]
                 yield {**about, "context": text, "choices": choices}
             else:
-                yield {**about, "prompt": text, "max_tokens": most, "stop": ["\n"], "temperature": 0, "logprobs": 0}
+                yield {**about, "prompt": text, "max_tokens": most, "stop": ["\n"], "temperature": 0}
 
 
 def make_plan(spec: Spec) -> WranglePlan:
@@ -86,6 +87,12 @@ def make_plan(spec: Spec) -> WranglePlan:
     if (spec.label or spec.evaluate) and not plan.labelled and not examples:
         none = f"no predicted row of {table.name} has a label in {spec.label!r}"
         raise InvalidInput(f"{none}; metrics need labels: fill the column, or leave --label out")
+    files = [*tables, shown] if shown else tables
+    if spec.delimiter is not None and not any(each.delimiter for each in files):
+        raise InvalidInput("--delimiter is for .csv and .tsv files, and no table is one; leave it out")
+    for each in files:
+        if each.seeming and len(each.columns) == 1:
+            message(f"{each.name} has one column, {each.columns[0]!r}: {each.seeming.replace('they seem', 'it seems')}")
     return plan
 
 

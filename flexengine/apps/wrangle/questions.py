@@ -90,7 +90,8 @@ def targets_of(spec: Spec) -> tuple[str, ...]:
 
 
 def _match(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
-    columns = common_columns(*sides(table), f"the left_ and right_ columns of {table.name}", spec.show)
+    names = f"the left_ and right_ columns of {table.name}"
+    columns = common_columns(*sides(table), names, spec.show, table.seeming and f"its columns: {table.seeming}")
     label, noun = _label(table, spec, spec.label, examples), spec.noun
     for row, record in table.readable():
         left, right = (serialised(record.fields, columns, spec.missing, side) for side in (LEFT, RIGHT))
@@ -104,7 +105,7 @@ def _schema(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuesti
     plain = {"left", "right"} <= set(table.columns)
     if not plain and not all(columns):
         must = "it must have the columns left and right, or columns that begin with left_ and right_"
-        listed = f"its columns are {', '.join(table.columns)}"
+        listed = f"its columns are {table.known_columns()}"
         raise InvalidInput(f"{table.name} has no descriptions of attributes: {must}; {listed}")
     label = _label(table, spec, spec.label, examples)
     for row, record in table.readable():

@@ -232,7 +232,7 @@ def lossy_of(args: argparse.Namespace, policy: Policy | None = None) -> tuple[Lo
     switches = ("compute", "cache", "sparse_attention", "budget", "flash", "sparsify")
     given = {name: getattr(args, name) for name in switches}
     lossy = Lossy(args.weights if bits is None else bits, calibrate=calibration_of(args), **given)
-    names = (*QUALITY[args.quality], *(args.allow.split(",") if args.allow is not None else ()))
+    names = (*QUALITY[args.quality], *(map(str.strip, args.allow.split(",")) if args.allow is not None else ()))
     choices(names)
     if names and (lossy or policy is not None):
         other = "a policy" if policy is not None else f"{lossy}"

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from flexengine import __version__
 from flexengine.errors import InvalidInput, meant
+from flexengine.job.prompt_template import typed_escape
 from flexengine.shell.commands.habits import correct
 from flexengine.shell.commands.main import COMMANDS
-from flexengine.shell.commands.messages import NORMAL, QUIET, REFUSED, VERBOSE, say_error, set_verbosity
+from flexengine.shell.commands.messages import NORMAL, QUIET, REFUSED, VERBOSE, say, say_error, set_verbosity
 from flexengine.shell.commands.options import OptionTable, add_options
 
 _GENERAL = """
@@ -88,6 +89,13 @@ class Parser(argparse.ArgumentParser):
         except _Invalid as error:
             self._refuse(str(error), words)
         options.words = words
+        for action in self._actions:
+            given = getattr(options, action.dest, None) if action.metavar == "TEXT" else None
+            if mark := typed_escape([given] if isinstance(given, str) else given or ()):
+                how = (
+                    f"write $'...{mark}...' in the shell, or, in a file of --config, put the text between double quotes"
+                )
+                say(f"{_long(action)} has {mark}, two characters that stay as they are; for a line break or tab {how}")
         return options
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.apps.wrangle.spec import DEFAULT_SHOTS, MAX_TOKENS, PICKS, SIMILARITIES, TASKS, Spec, make_spec
+from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.plan.formatting import count
 from flexengine.shell.commands import openers
@@ -132,7 +133,8 @@ def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: Interrup
         told = f"{questions} on {count(len(table.records), 'row', 'rows')} of {table.name}"
         say(f"{told}; all prompts are in {job.rows.name}")
         again = {"restart": args.restart, "retry_errors": args.retry_errors}
-        done = engine.run_job(job.rows, job.results, score=True, row_options=True, **again)
+        params = SamplingParams(logprobs=None if plan.choices else 0)  # the log probability of each token
+        done = engine.run_job(job.rows, job.results, params, score=True, row_options=True, **again)
     if done.sweeps:
         say(summary_line(done.to_json()))
 

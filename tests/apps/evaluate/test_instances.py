@@ -183,7 +183,20 @@ def test_perturbed_copies_follow_their_original(tmp_path: Path) -> None:
     assert all(each.error and each.error.startswith("line 2: ") for each in made[3:])
 
 
+def test_a_delimiter_of_tables(tmp_path: Path) -> None:
+    """That of the tables of text, also of a file of shots."""
+    (tmp_path / "more.csv").write_text('q;options;a\n5+5?;"[""10"", ""11""]";0\n')
+    yaml = YAML.replace("rows.jsonl", "rows.jsonl, delimiter: ;") + "few_shot: {count: 1, file: more.csv}\n"
+    assert built(tmp_path, yaml).instances[0].context == "Q: 5+5?\nA: 10\n\nQ: 1+1?\nA:"
+    yaml = YAML.replace("rows.jsonl", "rows.csv, delimiter: ;")
+    (row,) = built(tmp_path, yaml, name="rows.csv", rows='q;options;a\n1+1?;"[""2"", ""3""]";1\n').instances
+    assert (row.context, row.choices, row.gold) == ("Q: 1+1?\nA:", ("2", "3"), 1)
+
+
+TABS = r"give data.delimiter: '\t', or begin the file with the line sep=\t"
+
+
 def test_columns_with_another_separator_are_named(tmp_path: Path) -> None:
     yaml = YAML.replace("rows.jsonl", "rows.csv")
     message = refusal(tmp_path, yaml, name="rows.csv", rows="q\toptions\ta\n1\t2\t3\n")
-    assert message.endswith("choose from q\toptions\ta: they seem to be separated by tabs; name it .tsv")
+    assert message.endswith(f"choose from q\toptions\ta: they seem to be separated by tabs; {TABS}")

@@ -33,6 +33,20 @@ def test_fields(tmp_path: Path) -> None:
     assert scenario.path("rows.jsonl") == tmp_path / "rows.jsonl"
 
 
+def test_an_escape_outside_double_quotes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flexengine")
+    text = CHOICE.replace('"{question}"', r"'Q: {question}\nA:'").replace("kind: choice", "kind: generation")
+    text = text.replace('choices: {values: ["yes", "no"]}', r"generation: {stop: [x, \n]}")
+    scenario = load_text(tmp_path, text)
+    assert (scenario.prompt.template, scenario.generation.stop) == (r"Q: {question}\nA:", ("x", r"\n"))
+    assert f"{tmp_path / 's.yaml'}, line 4: prompt.template has \\n, two characters that stay" in caplog.text
+    assert "line 5: generation.stop has \\n, two" in caplog.text
+    caplog.clear()
+    for quoted in ('"{question}\\nA:"', "|\n    {question}\n    A\\n"):
+        load_text(tmp_path, CHOICE.replace('"{question}"', quoted))
+    assert caplog.text == ""
+
+
 def test_metrics_that_are_chosen_if_none_is_named(tmp_path: Path) -> None:
     assert load_text(tmp_path, CHOICE).metrics == ("accuracy", "accuracy_per_byte", "gold_probability", "ece")
     assert load_text(tmp_path, CHOICE.replace("label: {column: answer}\n", "")).metrics == ("confidence",)
@@ -50,6 +64,8 @@ def test_metrics_that_are_chosen_if_none_is_named(tmp_path: Path) -> None:
         ("data: {file: rows.jsonl}", "data: {limit: 3}", 2, "data.file is missing"),
         ("data: {file: rows.jsonl}", "data: {file: a.csv, limit: 0}", 2, "data.limit is 0; it must be a whole number"),
         ("data: {file: rows.jsonl}", "data: {file: a.csv, limit: two}", 2, "limit is 'two'; it must be a whole number"),
+        ("rows.jsonl", "a.csv, delimiter: ;;", 2, "data.delimiter: the delimiter is ';;'; it must be one character"),
+        ("rows.jsonl", "a.jsonl, delimiter: ;", 2, "data.delimiter is for .csv and .tsv files, and no file is one"),
         ('["yes", "no"]', "[yes, no]", 5, "choices.values[0] is true; it must be text; put quotes"),
         ('["yes", "no"]', '["yes"]', 5, "choices.values has 1 entry; give at least 2"),
         ('["yes", "no"]', '["yes", "yes"]', 5, "holds a text twice"),

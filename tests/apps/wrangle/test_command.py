@@ -108,7 +108,9 @@ def test_impute(model: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.Capt
         assert row["city_confidence"] == pytest.approx(math.exp(logprob), rel=1e-4)
     metrics = json.loads((tmp_path / "m.json").read_text())["metrics"]
     assert (metrics["rows"], metrics["accuracy"]) == (3, 0.0)
-    assert "accuracy 0.0000 (3 labelled answers)" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "accuracy 0.0000 (3 labelled answers)" in out
+    assert "input_" not in err + Path(f"{output}.results.jsonl").read_text()  # no field of a row is one of the results
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -8,7 +8,9 @@ import pytest
 from flexengine.apps.wrangle.plan import WranglePlan, make_plan
 from flexengine.apps.wrangle.spec import make_spec
 from flexengine.errors import InvalidInput
+from flexengine.job.row_fields import kept_name
 from tests.apps.wrangle.helpers import CITIES, PAIRS, written
+from tests.helpers.inputs import arrow_file
 
 
 def plan_of(tmp_path: Path, task: str, text: str, more: str | None = None, **given: Any) -> WranglePlan:
@@ -19,6 +21,42 @@ def plan_of(tmp_path: Path, task: str, text: str, more: str | None = None, **giv
     elif more is not None:
         tables.append(written(tmp_path, "u.csv", more))
     return make_plan(make_spec(task, tuple(tables), given))
+
+
+def test_a_row_of_a_job_has_no_field_of_a_result(tmp_path: Path) -> None:
+    """The output would have it under another name, and a message would say so."""
+    for given in ({}, {"closed": True}):
+        plan = plan_of(tmp_path, "impute", CITIES, column=("city",), evaluate=True, shots=0, **given)
+        for row in plan.requests():
+            assert not {name for name in row if kept_name(name) != name}
+
+
+def test_delimiters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One option for the tables of text; a table may state another. One column that looks like several is named."""
+    left, right = "name;x\narts deli;1\n", "name,y\narts deli,2\n"
+    both = "have no common column.*columns of .*{0}: they seem.*; give --delimiter '{1}', or begin the"
+    for option, file, mark in ((";", "u.csv", ","), (None, "t.csv", ";")):
+        with pytest.raises(InvalidInput, match=both.format(file, mark)):
+            plan_of(tmp_path, "match", left, right, delimiter=option)
+    plan = plan_of(tmp_path, "match", f"sep=;\n{left}", right, top=1)
+    assert plan.asked.table.columns[:2] == ("left_name", "left_x")
+    caplog.set_level("INFO", "flexengine")
+    for text, option, told in ((left, None, 1), (left, ";", 0), ("name\na; b\n", None, 0)):
+        caplog.clear()
+        plan_of(tmp_path, "detect", text, delimiter=option, shots=0)
+        assert caplog.text.count("t.csv has one column, 'name;x': it seems to be separated by ';'; give") == told
+    for task in ("match", "schema"):
+        with pytest.raises(InvalidInput, match="seem to be separated by ';'; give --delimiter ';', or"):
+            plan_of(tmp_path, task, PAIRS.replace(",", ";"), shots=0)
+
+
+def test_a_delimiter_without_a_table_of_text(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    path = arrow_file(tmp_path / "t.parquet", pa.table({"name": ["a"], "city": ["b"]}))
+    with pytest.raises(InvalidInput, match=r"--delimiter is for .csv and .tsv files, and no table is one"):
+        make_plan(make_spec("detect", (str(path),), {"delimiter": ";", "shots": 0}))
+    plan = make_plan(make_spec("match", (str(path), written(tmp_path, "t.csv", "name;x\na b;1\n")), {"delimiter": ";"}))
+    assert plan.asked.table.columns[2:4] == ("right_name", "right_x")
 
 
 DELI = (
@@ -72,7 +110,6 @@ def test_impute(tmp_path: Path) -> None:
     assert not plan.labelled
     assert next(iter(plan.requests())) == {
         "row": 3, "target": "city", "prompt": plan.prompts[0], "max_tokens": 10, "stop": ["\n"], "temperature": 0,
-        "logprobs": 0,
     }  # fmt: skip
 
 

@@ -140,6 +140,36 @@ class TestConfig:
         assert [n for n in vars(plain) if getattr(args, n) == getattr(plain, n)] == ["verbose"]
 
 
+class TestTypedEscapes:
+    TOLD = "two characters that stay as they are; for a line break or tab write $'...\\n...' in the shell"
+
+    @pytest.mark.parametrize(("words", "options"), [
+        (["--template", r"{a}\nLabel:"], ["--template"]), (["--stop", "x", "--stop", r"\n"], ["--stop"]),
+        (["--bad-word", r"\n", "--template", r"{a}\n"], ["--template", "--bad-word"]), (["--output", r"a\n"], []),
+        (["--template", "{a}\nLabel:"], []), (["--template", "{a}\n\\nabla"], []), (["--stop", "a"], []), ([], []),
+        (["--delimiter", r"\t"], []),
+    ])  # fmt: skip
+    def test_of_run(self, words: list[str], options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        args = run_parser().parse_args(words)
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split()[1] for line in lines] == options
+        assert all(self.TOLD in line for line in lines)
+        assert all(getattr(args, name[2:].replace("-", "_").replace("word", "words")) for name in options)
+        run_parser().parse_args([*words, "-q"])
+        assert capsys.readouterr().err == ""
+
+    def test_of_wrangle_and_in_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        module_of("wrangle").parser().parse_args(["impute", "--choice", r"a\tb", "--choice", "c"])
+        assert r"--choice has \t, two characters" in capsys.readouterr().err
+        (tmp_path / "job.toml").write_text("template = '{a}\\n'\nstop = \"\\n\"")
+        args = run_parser().parse_args(["--config", str(tmp_path / "job.toml")])
+        assert (args.template, args.stop) == (r"{a}\n", ["\n"])
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "--template has" in err
+        assert err.endswith("in a file of --config, put the text between double quotes\n")
+
+
 class TestTwins:
     @pytest.mark.parametrize("words", [["m"], ["-m", "m"], ["--model", "m"], ["--model=m"]])
     def test_positional_or_option(self, words: list[str]) -> None:

@@ -257,6 +257,6 @@ def test_a_delimiter_says_that_a_stream_is_csv(
         assert f"nothing to plan: {asked[0]} has no rows" in capsys.readouterr().err
         assert run.main([*asked, "--delimiter", ";", "--input-format", "jsonl"]) == messages.REFUSED
     assert (
-        "only .csv and .tsv files have one; leave it out, or give their format: --input-format csv"
+        "only .csv and .tsv files have one; leave it out, or give --input-format csv (input_format='csv' in Python)"
         in capsys.readouterr().err
     )
