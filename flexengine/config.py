@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from flexengine.errors import InvalidInput, shown
-from flexengine.records import Limit, as_whole, check, refuse
+from flexengine.records import Limit, as_whole, check, named_fields, refuse
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
@@ -106,6 +106,7 @@ def _template_variables(name: str, value: Any) -> dict[str, Any] | None:
     return variables or None
 
 
+@named_fields
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of a sequence. Lists become tuples; a single string for `stop` becomes a tuple of one.

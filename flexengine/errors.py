@@ -4,8 +4,8 @@ limit and the remedy."""
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from importlib import import_module
 from typing import Any
@@ -232,19 +232,44 @@ def json_kind(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the value as text for a message, at most about 80 characters.
+    """Return the value as text of one line for a message, at most about 80 characters.
 
     null, true, false, arrays and objects are written as in JSON. Values that Python refuses to print, such as numbers
-    of thousands of digits, are named by their kind.
+    of thousands of digits, are named by their kind; tables, and values without text of their own, by their type.
     """
     try:
-        text = json.dumps(value, ensure_ascii=False) if isinstance(value, _WRITTEN_AS_JSON) else repr(value)
-    except TypeError:  # an array that holds other values than JSON's
-        text = repr(value)
+        text = _written(value)
     except (ValueError, RecursionError):
         text = f"{json_kind(value)} too long to print"
+    except Exception:  # of the value's own method
+        text = _typed(value)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # half a surrogate pair cannot be printed
     return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def named(names: Iterable[object], most: int = 30) -> str:
+    """Return names as text for a message; of more than `most`, the first ones and the number of the others."""
+    known = [name if len(name) <= 80 else f"{name[:76]} ..." for name in map(str, names)]
+    return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
+
+
+def _written(value: object) -> str:
+    if isinstance(value, str | bytes | list | tuple):
+        value = value[:81]  # more would be cut off, after it took time and memory
+    if isinstance(value, _WRITTEN_AS_JSON):
+        with suppress(TypeError):  # an array or an object that holds other values than JSON's
+            return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_written(key)}: {_written(each)}" for key, each in value.items()) + "}"
+    text = repr(value)
+    return _typed(value) if "\n" in text or " at 0x" in text else text
+
+
+def _typed(value: object) -> str:
+    name = type(value).__name__
+    return f"a{'n' * (name[0] in 'AEIOUaeiou')} {name}"
 
 
 def meant(word: str, known: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, shown
-from flexengine.records import Limit, check, refuse
+from flexengine.records import Limit, check, named_fields, refuse
 from flexengine.words import python_words
 
 WEIGHTS = ("int8", "int4", "int3", "int2")
@@ -40,6 +40,7 @@ def _weights(name: str, value: Any) -> str | Formats | None:
     return str(value)
 
 
+@named_fields
 @dataclass(frozen=True)
 class Lossy:
     """The lossy switches. All None is exact.
@@ -96,7 +97,7 @@ class Lossy:
         if self.calibrate is not None and self.decided and not self.fitted and self.sparsify is None:
             coded = self.coded
             why = "no weights are encoded" if coded is None else f"{weights_text(coded)} weights are not fitted"
-            raise InvalidInput(f"calibrate is {self.calibrate!r}, but it is for weights that are fitted, and for"
+            raise InvalidInput(f"calibrate is {shown(self.calibrate)}, but it is for weights that are fitted, and for"
                                f" sparsify, and {why}; set weights to one of {', '.join(FITTED)}, set sparsify, or"
                                " leave calibrate out")  # fmt: skip
         if self.flash is not None and self.weights not in (None, *RECORDED):
@@ -199,7 +200,7 @@ def choices(allowed: Iterable[str]) -> tuple[Lossy, ...]:
     if unknown := [name for name in names if name not in ALLOW]:
         several = ", ".join(QUALITY.get(unknown[0], ()))
         short = several and f"; {unknown[0]} is {several}, as in flexengine run --quality {unknown[0]}"
-        raise InvalidInput(f"{unknown[0]!r} cannot be allowed; choose from {', '.join(ALLOW)}{short}")
+        raise InvalidInput(f"{shown(unknown[0])} cannot be allowed; choose from {', '.join(ALLOW)}{short}")
     for name, (switch, value) in ALLOW.items():
         if name in names:
             values[switch].append(value)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from flexengine.errors import InvalidInput, shown
 from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, place_names, place_of, workers_in_memory
-from flexengine.records import Limit, check, load
+from flexengine.records import Limit, check, load, named_fields
 from flexengine.words import python_words
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
@@ -72,6 +72,7 @@ def shares(split: Split) -> dict[str, float]:
     return dict(zip(places_of(split), split, strict=True))
 
 
+@named_fields
 @dataclass(frozen=True)
 class Policy:
     """Block shape and placement of a job's tensors (FlexGen section 4.1; docs/architecture.md 2).

@@ -14,13 +14,13 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
-from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown, size
+from flexengine.errors import InvalidInput, json_fault, json_kind, meant, named, shown, size
 from flexengine.words import command_words, python_words
 
 T = TypeVar("T")
@@ -153,6 +153,30 @@ def as_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def named_fields(kind: type[T]) -> type[T]:
+    """Return a dataclass whose errors name its fields, if it is made with a field that it does not have, or with an
+    object of fields."""
+    make: Any = kind.__init__
+
+    @wraps(make)
+    def made(self: Any, *values: Any, **given: Any) -> None:
+        name = type(self).__name__
+        check_names(f"{name} has no field", given, [each.name for each in fields(cast(Any, kind)) if each.init])
+        if values and isinstance(values[0], Mapping):
+            raise InvalidInput(f"{name} is given {shown(values[0])}; give fields by name, as {name}(**fields)")
+        make(self, *values, **given)
+
+    cast(Any, kind).__init__ = made
+    return kind
+
+
+def check_names(fault: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise TypeError for the first given name that is not known. fault: what is wrong with it, for the message."""
+    if (name := next((name for name in given if name not in known), None)) is not None:
+        question = f"; did you mean {near}?" if (near := meant(name, known)) else ";"
+        raise TypeError(f"{fault} {shown(name)[1:-1]}{question} it takes {', '.join(known)}")
+
+
 def check_argument(name: str, value: object, kind: Any) -> Any:
     """Return the value of an argument as `checked` does. Raise InvalidInput if it is not allowed. kind: its
     annotation."""
@@ -194,6 +218,7 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     Raises:
         InvalidInput: the file cannot be read, is too large, or holds no JSON object; the message names the file.
     """
+    _check_path(path, what)
     try:
         with open(path, "rb") as file:
             raw = file.read(_MAX_JSON_BYTES + 1)
@@ -212,6 +237,12 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     return values
 
 
+@python_words
+def _check_path(path: object, what: str, others: str = "") -> None:
+    if not isinstance(path, str | os.PathLike):
+        refuse(what, path, f"the name of a file{others}")
+
+
 def load(kind: type[T], path: str | Path, what: str, names: str | None = None) -> T:
     """Return the record in a JSON file.
 
@@ -220,6 +251,7 @@ def load(kind: type[T], path: str | Path, what: str, names: str | None = None) -
         what: kind of file, for messages; errors as for `read_object` and `read`.
         names: kind of shipped files; None if there are none of this kind.
     """
+    _check_path(path, what, f", or of a shipped one; {kind.__name__}(**fields) takes fields" if names else "")
     if names is not None and (os.path.isdir(path) or not os.path.exists(path)):
         path = python_words(resolve_name("flexengine.shipped:find_file"))(names, os.fspath(path))
     return read(kind, read_object(path, what), f"{what} {path}")
@@ -257,7 +289,9 @@ def known_fields(values: object, known: Collection[str], what: str) -> Mapping[s
     if unknown:
         name = meant(unknown[0], sorted(known))
         question = f"; did you mean {name}?" if name else ""
-        raise InvalidInput(f"{what} has unknown fields {unknown}; it takes {sorted(known)}{question}")
+        raise InvalidInput(
+            f"{what} has unknown fields [{named(map(repr, unknown))}]; it takes {sorted(known)}{question}"
+        )
     return values
 
 

@@ -109,6 +109,13 @@ def test_what_is_no_object(given: object, shown: str) -> None:
     assert str(caught.value) == f"file f.json is {shown}; it must be an object of fields"
 
 
+def test_many_unknown_fields_do_not_fill_the_screen() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"^f\.json has unknown fields \['x0', 'x1', .*'x\d+' and 970 more\]; it takes"
+    ):
+        read(Inner, {f"x{i}": i for i in range(1000)}, "f.json")
+
+
 def test_arguments() -> None:
     check_argument("limit", 3, Annotated[int | None, Limit(1)])
     check_argument("limit", None, Annotated[int | None, Limit(1)])

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.errors import InvalidInput, blankness
+from flexengine.errors import InvalidInput, blankness, named, shown
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.delimiters import Remedies
 from flexengine.job.files import explained, whole_file
@@ -54,12 +54,12 @@ class FileTable:
         for column in columns:
             if column not in self.columns:
                 raise InvalidInput(
-                    f"{option} {column!r} is no column of {self.name}; its columns are {self.known_columns()}"
+                    f"{option} {shown(column)} is no column of {self.name}; its columns are {self.known_columns()}"
                 )
 
     def known_columns(self) -> str:
         """Return the columns, for messages, and whether they seem to have another separator."""
-        return f"{', '.join(self.columns)}{self.seeming and f': {self.seeming}'}"
+        return f"{named(self.columns)}{self.seeming and f': {self.seeming}'}"
 
     def as_arrow(self) -> Any:
         """Return the table as a pyarrow.Table. Cells that were not read by pyarrow become strings or floats."""
@@ -85,7 +85,7 @@ def read_records(
     with source.open() as file:
         columns, records = csv_table(file, source) if source.form in DELIMITERS else arrow_table(source, None)
         if double := sorted(name for name, count in Counter(columns).items() if count > 1):
-            raise InvalidInput(f"{what} has several columns named {double[0]!r}; rename them")
+            raise InvalidInput(f"{what} has several columns named {shown(double[0])}; rename them")
         rows = tuple(islice(records, limit))
     if not rows:
         raise InvalidInput(f"{what} has no rows; name a file with at least one")
@@ -113,7 +113,7 @@ def read_table(name: str, what: str = "table", limit: int | None = None, delimit
     packed = path.suffix.lower() in (".gz", ".zst")
     form = _FORMS.get(Path(path.stem).suffix.lower() if packed else path.suffix.lower())
     if form is None or (packed and form not in DELIMITERS):
-        raise InvalidInput(f"{what} {name} has suffix {path.suffix!r}; accepted are {_ACCEPTED}")
+        raise InvalidInput(f"{what} {name} has suffix {shown(path.suffix)}; accepted are {_ACCEPTED}")
     delimiter = delimiter if form in DELIMITERS else None
     with closing(InputFile(path, form, delimiter, remedies=_REMEDIES)) as source:
         columns, records = read_records(source, f"{what} {name}", limit)
@@ -149,7 +149,7 @@ def check_output(name: str, form: str) -> None:
     if suffix != ".jsonl" and _FORMS.get(suffix) != form:
         same = " or ".join(s for s, f in _FORMS.items() if f == form)
         raise InvalidInput(
-            f"--output {name} has suffix {suffix!r}; the output has the format of the table, {same}, or is .jsonl"
+            f"--output {name} has suffix {shown(suffix)}; the output has the format of the table, {same}, or is .jsonl"
         )
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 
 TOGETHER = 256  # rows dequantized at a time, for some megabytes of scratch memory
 
@@ -97,7 +97,7 @@ FORMS = {name: f"flexengine.codec.packed:{name}" for name in ("int8", "int4", "i
 def make_form(name: str, rows: int, columns: int) -> Form:
     """Return a format of FORMS for a matrix. Raise InvalidInput if there is none of this name."""
     if name not in FORMS:
-        raise InvalidInput(f"there is no format {name!r} of weights; known are {', '.join(FORMS)}")
+        raise InvalidInput(f"there is no format {shown(name)} of weights; known are {', '.join(FORMS)}")
     form: Form = resolve_name(FORMS[name])(rows=rows, columns=columns)
     return form
 

@@ -1,18 +1,19 @@
 """The engine: prompts in, results out."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, overload
 
-from flexengine.activity import Listener
+from flexengine.activity import Listener, message, reporting
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.options import EngineOptions, takes
 from flexengine.engine.session import Session
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Params
 from flexengine.errors import InvalidInput, shown
-from flexengine.job.rows import one_of, refuse_table
-from flexengine.records import as_list, check_argument
+from flexengine.job.python_arguments import argument, file_note, refuse_table, remedy_of
+from flexengine.records import as_list, check_argument, check_names
 from flexengine.words import python_words
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
@@ -55,9 +56,9 @@ class Engine(Session):
             UnsupportedModel: the model's architecture cannot be run.
             BadCheckpoint: the model's files are broken.
         """
-        known = EngineOptions.__dataclass_fields__
-        if (unknown := next((name for name in options if name not in known), None)) is not None:
-            raise TypeError(f"{type(self).__name__} has no option {unknown}; its options are {', '.join(known)}")
+        if len(args) > 1:
+            raise TypeError(f"Engine is given {shown(args[1])} without a name; only the model needs none")
+        check_names(f"{type(self).__name__} has no option", options, list(EngineOptions.__dataclass_fields__))
         super().__init__(EngineOptions(*args, **options), self._exact)
 
     def _exact(self, progress: Listener) -> "Engine":
@@ -92,10 +93,13 @@ class Engine(Session):
             >>> engine.generate(["One", {"prompt": "Two", "max_tokens": 4}], SamplingParams(max_tokens=16))
             >>> engine.generate(["One", "Two"], [SamplingParams(seed=1), SamplingParams(seed=2)])
         """
-        prompts = one_of(prompts)
+        prompts = argument("prompts", prompts)
         if isinstance(prompts, str | Mapping):
             if not isinstance(params, SamplingParams | None):
                 raise InvalidInput(f"params is {shown(params)} beside one prompt; it must be SamplingParams")
+            if note := file_note(prompts):
+                with reporting(self.listener):
+                    message(note, logging.WARNING)
             return self._all([prompts], params)[0]
         return self._all(prompts, params)
 
@@ -130,10 +134,10 @@ class Engine(Session):
         Examples:
             >>> engine.chat([{"role": "user", "content": "Name three colours."}]).generated_text
         """
-        refuse_table("messages", messages)
-        messages = as_list(messages)
-        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-            raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages, or of such lists")
+        messages = as_list(argument("messages", messages))
+        if isinstance(messages, str | bytes | bytearray | memoryview) or not isinstance(messages, Sequence):
+            must = f"it must be a list of messages, or of such lists{remedy_of('messages', messages)}"
+            raise InvalidInput(f"messages is {shown(messages)}; {must}")
         check_argument("tools", tools, Annotated[list[Any] | None, "a list of tools (JSON schemas), or None"])
         shared = {} if tools is None else {"tools": tools}
         if messages and isinstance(messages[0], Mapping):
@@ -183,6 +187,7 @@ class Engine(Session):
             >>> yes.cumulative_logprob > no.cumulative_logprob
         """
         self._check_open()
+        check_argument("on_result", on_result, Annotated[OnResult | None, "a function that takes a Result, or None"])
         from flexengine.engine.scoring import rows_of  # other jobs score nothing
 
         rows, alone = rows_of(context, continuation)

@@ -209,7 +209,7 @@ def take_over(engine: "Session", settings: Mapping[str, Any]) -> None:
 
 
 _ARGUMENTS = {
-    "input": Annotated[str | Path, "the name of a file"],
+    "input": Annotated[str | Path, "the name of a file (generate runs a list of prompts)"],
     "output": Annotated[str | Path, "the name of a file"],
     "params": Annotated[SamplingParams, "SamplingParams, or None"],
     "prompt_column": Annotated[str | None, Limit(1), "the name of a column, or None"],

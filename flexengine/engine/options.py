@@ -60,7 +60,7 @@ def _allow(name: str, value: Any) -> Any:
     """Return names that the planner may choose from. Raise InvalidInput if they are none."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         choices([example := value if isinstance(value, str) else "int8-weights"])
-        refuse(name, value, f"a list of names, such as [{example!r}]")
+        refuse(name, value, f"a list of names, such as [{shown(example)}]")
     choices(value)
     return value
 

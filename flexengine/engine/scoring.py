@@ -16,10 +16,20 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_missing, json_kind, shown
-from flexengine.job import rows as given
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.foreign import whole
-from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Request, Row, Target, check_text, checked_ids, tokenized
+from flexengine.job.python_arguments import argument
+from flexengine.job.rows import (
+    PROMPT_KINDS,
+    SCORED_KINDS,
+    Request,
+    Row,
+    Target,
+    check_text,
+    checked_ids,
+    tokenized,
+    without_place,
+)
 from flexengine.model.tokenizer import opening, token_ids
 from flexengine.records import as_list, plain
 
@@ -179,16 +189,16 @@ def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
         InvalidInput: an argument is neither text nor token ids nor a list, the lists have different lengths, or a
             single context and its continuation are of different kinds. A row of a list has an error instead.
     """
-    given.refuse_table("context", context)
-    given.refuse_table("continuation", continuation)
-    context, continuation = plain(as_list(context)), plain(as_list(continuation))
+    context, continuation = (
+        plain(as_list(argument(name, value))) for name, value in (("context", context), ("continuation", continuation))
+    )
     if _is_one(continuation):
         if not (_is_one(context) or context == []):
             fault = f"context is {shown(context)} beside one continuation"
             raise InvalidInput(f"{fault}; it must be text or token ids, or continuation must be a list, too")
         row = _row(0, context, continuation)
         if row.error is not None:
-            raise InvalidInput(given.without_place(row.error))
+            raise InvalidInput(without_place(row.error))
         return [row], True
     if not isinstance(continuation, Sequence):
         raise InvalidInput(f"continuation is {shown(continuation)}; it must be text or token ids, or a list of these")

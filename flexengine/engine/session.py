@@ -21,7 +21,7 @@ from flexengine.engine.planner import Planner
 from flexengine.engine.summary import JobRows, Summary
 from flexengine.engine.survey import Params, PromptReader
 from flexengine.errors import FlexError, InvalidInput, RanOut, shown
-from flexengine.job.rows import one_of, refuse_table
+from flexengine.job.python_arguments import argument, remedy_of
 from flexengine.job.same_job import MODEL_FILES
 from flexengine.lossy import MIXED, Lossy
 from flexengine.model import identity
@@ -281,10 +281,12 @@ class Session:
             ...     print(result.index, result.generated_text)
         """
         self._check_open()
-        refuse_table("prompts", prompts)
-        prompts = one_of(prompts)
-        if isinstance(prompts, str | bytes | Mapping | set | frozenset) or not isinstance(prompts, Iterable):
-            raise InvalidInput(f"prompts is {shown(prompts)}; it must be a list of prompts")
+        prompts = argument("prompts", prompts)
+        if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping | set | frozenset) or not isinstance(
+            prompts, Iterable
+        ):
+            must = f"it must be a list of prompts{remedy_of('prompts', prompts)}"
+            raise InvalidInput(f"prompts is {shown(prompts)}; {must}")
         if isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params):
             prompts = list(prompts)
             if len(params) != len(prompts):

@@ -23,7 +23,8 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
             character; the error names the message.
     """
     if not isinstance(value, list | tuple) or not value:
-        raise InvalidInput(f"messages is {shown(value)}; it must be an array of messages that is not empty")
+        example = ', such as [{"role": "user", "content": "..."}]' if isinstance(value, str) else ""
+        raise InvalidInput(f"messages is {shown(value)}; it must be an array of messages that is not empty{example}")
     messages = [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
     asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if asked is not None and (lack := blankness(messages[asked].get("content", "-"))):

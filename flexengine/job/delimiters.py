@@ -4,7 +4,7 @@ it."""
 import re
 from typing import NamedTuple
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 
 # First line that states the character for Excel, as sep=; does.
 _STATED = re.compile(
@@ -37,7 +37,7 @@ def delimiter_of(given: str | None, own: str, remedies: Remedies) -> str:
     if not own or len(given) != 1 or given in '"\r\n':
         other = "only .csv and .tsv files have one; leave it out, or " + remedies.form.format("csv")
         must = "it must be one character, and no quote or line end" if own else other
-        raise InvalidInput(f"the delimiter is {given!r}; {must}")
+        raise InvalidInput(f"the delimiter is {shown(given)}; {must}")
     return given
 
 

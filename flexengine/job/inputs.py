@@ -16,7 +16,7 @@ from shlex import quote
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from flexengine.activity import message
-from flexengine.errors import InvalidInput, meant
+from flexengine.errors import InvalidInput, meant, shown
 from flexengine.job.delimiters import OF_JOB, Remedies, delimiter_of, stated_delimiter
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
 from flexengine.job.packed import Bytes, unpacked
@@ -364,7 +364,7 @@ def _form_of(name: Path, form: str | None, of_stream: str, remedies: Remedies) -
     packed = _PACKED.get(suffix, "")
     if form is not None:
         if form not in FORMATS:
-            raise InvalidInput(f"input format is {form!r}; it must be one of {', '.join(FORMATS)}")
+            raise InvalidInput(f"input format is {shown(form)}; it must be one of {', '.join(FORMATS)}")
         return form, packed
     inner = Path(name.stem).suffix.lower() if packed else suffix
     if not inner and is_stream(name):
@@ -372,7 +372,7 @@ def _form_of(name: Path, form: str | None, of_stream: str, remedies: Remedies) -
     named = next((name for name, kind in FORMATS.items() if inner in kind.suffixes), None)
     if named is not None:
         return named, packed
-    where = f"no suffix before {name.suffix}" if packed and not inner else f"suffix {inner!r}"
+    where = f"no suffix before {name.suffix}" if packed and not inner else f"suffix {shown(inner)}"
     fault = f"has {where}; accepted are {ACCEPTED}; or {remedies.form.format('jsonl')}"
     if inner in _SPREADSHEETS:
         fault = "is a spreadsheet, which is not read; save the sheet as CSV (UTF-8) and give that file"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from flexengine.errors import InvalidInput, blankness, json_kind
+from flexengine.errors import InvalidInput, blankness, json_kind, named, shown
 
 _BRACES = "write {{ and }} for braces that are text"
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template, beside text
@@ -63,5 +63,5 @@ def unknown_column(name: str, known: Iterable[str]) -> str:
     """Return the fault of a template with a column that the input does not have."""
     bare = re.split(r"[:!.\[]", name)[0]  # as in {name:>9}
     braces = "" if re.fullmatch(r"[\w .-]+", name) else f"; {_BRACES}"
-    remedy = f"write {{{bare}}} alone" if bare in known else f"choose from {', '.join(known)}{braces}"
-    return f"--template names the column {name!r}, which no row has; {remedy}"
+    remedy = f"write {{{bare}}} alone" if bare in known else f"choose from {named(known)}{braces}"
+    return f"--template names the column {shown(name)}, which no row has; {remedy}"

@@ -16,7 +16,7 @@ from unicodedata import category, normalize
 
 from flexengine.activity import message
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown
+from flexengine.errors import InvalidInput, json_fault, json_kind, meant, named, shown
 from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line
 from flexengine.job.chats import TOOLS
@@ -61,14 +61,14 @@ def check_columns(
     """Raise InvalidInput if two columns share a name, none of the columns `wanted` exists, or one of the template does
     not. rows: those of the table, whose first are read for a proposal."""
     if double := sorted(name for name, count in Counter(columns).items() if count > 1):
-        named = f"named {double}; rename them" if double != [""] else "without a name; name them"
-        raise InvalidInput(f"input {source.name} has several columns {named}")
+        which = f"named [{named(map(repr, double))}]; rename them" if double != [""] else "without a name; name them"
+        raise InvalidInput(f"input {source.name} has several columns {which}")
     if absent := [name for name in rules.columns if name not in columns]:
         seems = seeming(columns, source)
         raise InvalidInput(f"input {source.name}: {unknown_column(absent[0], columns)}{seems and f': {seems}'}")
     if rules.columns or set(wanted) & set(columns):
         return
-    lacks = f"input {source.name} has no column {' or '.join(wanted)}; its columns are {columns}"
+    lacks = f"input {source.name} has no column {' or '.join(wanted)}; its columns are [{named(map(repr, columns))}]"
     if seems := seeming(columns, source):
         raise InvalidInput(f"{lacks}: {seems}")
     alike = [column for column in columns if column.lower() in PROMPT_KINDS]
@@ -76,8 +76,8 @@ def check_columns(
         raise InvalidInput(f"{lacks}: {_texts_of(alike[0])}")
     guess = alike[0] if alike else longest_text(columns, islice(rows, _SAMPLE))
     name = meant(rules.column, columns) if rules.column else guess
-    named = f"--prompt-column {quote(name or 'NAME')} (prompt_column={name or 'NAME'!r} in Python)"
-    raise InvalidInput(f"{lacks}: name the one with the prompts: {named}, or make them of columns by --template")
+    option = f"--prompt-column {quote(name or 'NAME')} (prompt_column={name or 'NAME'!r} in Python)"
+    raise InvalidInput(f"{lacks}: name the one with the prompts: {option}, or make them of columns by --template")
 
 
 def _first_cell(column: str, rows: Iterator[TableRow]) -> str:

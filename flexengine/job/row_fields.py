@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flexengine.config import Result
-from flexengine.errors import InvalidInput, alike
+from flexengine.errors import InvalidInput, alike, named, shown
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import FOREIGN, NAMES_HERE, OVERRIDES
 from flexengine.job.rows import PROMPT_KINDS, Row
@@ -81,7 +81,9 @@ class RowRules:
         elif self.column in own:
             raise InvalidInput(f"{self.column} is null or NaN, but it is to hold the prompt; give a text")
         else:
-            raise InvalidInput(f"has no {self.column!r}, which is to hold the prompt; it has {sorted(own)}")
+            raise InvalidInput(
+                f"has no {shown(self.column)}, which is to hold the prompt; it has [{named(map(repr, sorted(own)))}]"
+            )
         others = own.keys() - {*PROMPT_KINDS, self.column, *self.columns}
         if not self.options:
             others -= _READ if isinstance(prompt.get("prompt"), str) else _READ - {TOOLS}

@@ -19,11 +19,6 @@ from flexengine.records import unwrapped
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 CONTEXT = "context"  # field that stands before a continuation or choices
 SCORED_KINDS = ("continuation", "choices", "text")  # fields of rows that are scored
-_LIBRARIES = {  # how each writes a column as a list, and a table as a file
-    "polars": ("to_list", "df.write_ndjson('rows.jsonl')"),
-    "pyarrow": ("to_pylist", "pyarrow.parquet.write_table(table, 'rows.parquet')"),
-    "": ("tolist", "df.to_json('rows.jsonl', orient='records', lines=True)"),
-}
 _PLACE = re.compile(r"^((line|row) \d+( \(line \d+\))?: )+")
 
 
@@ -82,7 +77,7 @@ def row_of(prompt: object, index: int) -> Row:
     """Return the row of a prompt given in Python: a string, a mapping with the fields of a JSONL row, or a row."""
     if isinstance(prompt, Row):
         return prompt
-    prompt = one_of(prompt, alone=False)
+    prompt = one_of(prompt)
     if isinstance(prompt, str):
         return Row(index, 0, {"prompt": prompt})
     if isinstance(prompt, Mapping):  # pandas has NaN for no value
@@ -93,38 +88,17 @@ def row_of(prompt: object, index: int) -> Row:
     return Row(index, 0).refused(f"is {json_kind(whole(prompt))}; {must}")
 
 
-def one_of(value: Any, alone: bool = True) -> Any:
-    """Return a prompt or a row that pandas, pyarrow or numpy hold: a Series that is a row of a DataFrame as a dict; a
-    scalar as Python's. Return other values as they are. alone: a Series may be a column instead, with a prompt each."""
-    if type(value).__name__ == "Series" and hasattr(value, "to_dict") and not (alone and _is_column(value)):
+def one_of(value: Any) -> Any:
+    """Return a prompt or a row that pandas, pyarrow or numpy hold: a Series as a dict, a scalar as Python's; others as
+    they are."""
+    if is_series(value):
         return value.to_dict()
     return unwrapped(value) if hasattr(value, "as_py") or getattr(value, "ndim", None) == 0 else value
 
 
-def _is_column(series: Any) -> bool:
-    """Return whether a Series of pandas may be a column of prompts: it has no prompt as a row has it, or only texts and
-    no name that is the number of a row."""
-    texts = all(isinstance(each, str | None) or is_missing(each) for each in series)
-    return set(PROMPT_KINDS).isdisjoint(series.index) or (texts and isinstance(series.name, str | None))
-
-
-def refuse_table(name: str, value: Any, file: bool = False) -> None:
-    """Raise InvalidInput for a table of pandas, polars or pyarrow: an iteration yields the names of its columns, or the
-    columns. name: of the argument. file: it is the name of a file, not a list of prompts."""
-    if isinstance(value, str | Mapping) or callable(getattr(value, "columns", callable)):
-        return
-    listing, writing = _LIBRARIES.get(type(value).__module__.partition(".")[0], _LIBRARIES[""])
-    kind, frame = type(value).__name__, "df.collect()" if hasattr(value, "collect") else "df"
-    if file:
-        writing = writing.replace("df", frame)
-        must = f"it must be the name of a file: write the table to one, such as {writing}, or give a column to generate"
-        raise InvalidInput(f"{name} is a {kind}; {must}")
-    names = list(getattr(value, "column_names", value.columns))
-    column = next((each for each in ("prompt", "text", *names) if each in names), "prompt")
-    texts = f"{frame}[{column!r}].{listing}()"
-    if name == "messages":
-        texts = f'[[{{"role": "user", "content": text}}] for text in {texts}]'
-    raise InvalidInput(f"{name} is a {kind} with columns {shown(list(map(str, names)))}; name the column: {texts}")
+def is_series(value: Any) -> bool:
+    """Return whether a value is a Series of pandas, which may be a column of a table or a row of it."""
+    return type(value).__name__ == "Series" and hasattr(value, "to_dict")
 
 
 def without_place(error: str) -> str:
@@ -249,9 +223,11 @@ def _prompt_ids(
         raise InvalidInput(f"{nulls[0]} is null or NaN, so missing; give a text, messages or token ids")
     if len(present) != 1:
         others = "rename one to prompt, or name it by --prompt-column (prompt_column of run_job in Python)"
-        fields = "" if present else f" (its fields are {shown(list(request))}; {others})"
+        if {"role", "content"} <= request.keys():
+            others = "a message is part of an array: put it into messages, as --chat (engine.chat in Python) does"
+        fields = f" (its fields are {shown(list(request))}; {others})" if request else ", but it has no fields"
         given = f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}"
-        raise InvalidInput(f"{given}; exactly one is needed{fields}")
+        raise InvalidInput(f"{given}; exactly one is needed{fields * (not present)}")
     kind, prompt = present[0], request[present[0]]
     if isinstance(prompt, str) and not VISIBLE.search(prompt):
         raise InvalidInput(f"{kind} is {blankness(prompt)}; give a text")

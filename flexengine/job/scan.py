@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from flexengine.activity import advance
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.job.row_fields import FieldNotes
 from flexengine.job.rows import Row
 
@@ -48,7 +48,7 @@ def scan_of(rows: Iterator[Row], digest: Any, again: Iterable[Row], names: Field
         from flexengine.job.openai import duplicate_ids  # most files have no custom_id
 
         if repeated := duplicate_ids(again, hashes):
-            listed = ", ".join(f"{name!r} (lines {first} and {second})" for name, first, second in repeated)
+            listed = ", ".join(f"{shown(name)} (lines {first} and {second})" for name, first, second in repeated)
             raise InvalidInput(
                 f"every custom_id must be unique, but these are found twice: {listed}; change one of each"
             )

@@ -3,9 +3,11 @@
 transformers builds a model of any size that a config states; a number with a few zeros too many would take hours.
 """
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
@@ -72,6 +74,8 @@ def load_config(directory: Path, trust_remote_code: bool = False, weights: bool 
         plain = str(config.dtype).removeprefix("torch.")
         message(f"{path} states quantised weights ({stated}), which cannot be run; the plan is for {plain}")
     if not weights:
+        if note := defaulted(path, config):
+            message(note, logging.WARNING)
         if layers > _BARE_LAYERS or layers * experts > _BARE_EXPERTS:
             raise UnsupportedModel(
                 f"{path} states {layers:,} layers times {experts:,} experts; without weights beside it, at most"
@@ -163,6 +167,24 @@ def _own_names(values: Mapping[str, Any]) -> tuple[dict[str, str], set[str]]:
     return family.attribute_map, {*family.attribute_map, *family.__dataclass_fields__}
 
 
+def defaulted(path: Path, config: Any) -> str:
+    """Return a message about sizes for which defaults of the family stand, as a config lacks the width or the number of
+    layers; "" if it has both. Some published configs leave out other sizes, or say only what differs."""
+    raw, text, kind = read_object(path), config.get_text_config(), config.model_type
+    part = raw if text is config else raw.get("text_config")
+    if not isinstance(part, Mapping):
+        return ""
+    sizes, usual = stated_sizes(part), {}
+    with suppress(Exception):  # the defaults of some families contradict themselves
+        usual = type(text)().to_dict()
+    unstated = {name: getattr(text, name, None) for name in _LEAST if name not in sizes}
+    unstated = {name: size for name, size in unstated.items() if type(size) is int and usual.get(name, size) == size}
+    if unstated.keys().isdisjoint(("hidden_size", "num_hidden_layers")):
+        return ""
+    listed = ", ".join(f"{name} {size}" for name, size in unstated.items())
+    return f"{path} lacks sizes, for which the defaults of {kind} in transformers stand: {listed}; add the model's own"
+
+
 def check_backed(path: Path, size: tuple[int, int], elements: list[int]) -> None:
     """Raise BadCheckpoint if the checkpoint is too small for its config.
 
@@ -240,7 +262,7 @@ def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
     kind = raw.get("model_type")
     if raw.get("auto_map") and not trust_remote_code and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         raise UnsupportedModel(
-            f"{path}: model type {kind!r} is unknown to transformers and has its own Python code,"
+            f"{path}: model type {shown(kind)} is unknown to transformers and has its own Python code,"
             " which runs only with --trust-remote-code; read the code before you set it"
         )
     if "configuration_files" in raw:
@@ -248,7 +270,7 @@ def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
             f"{path} refers to other config files (configuration_files); remove that entry and use one config.json"
         )
     if kernel := next((part[key] for part in parts(raw) for key in _KERNELS if "/" in str(part.get(key))), None):
-        raise UnsupportedModel(f"{path} needs the downloaded kernel {kernel!r}; remove that entry")
+        raise UnsupportedModel(f"{path} needs the downloaded kernel {shown(kernel)}; remove that entry")
 
 
 def quantisation(raw: Mapping[str, Any]) -> str:
@@ -283,5 +305,5 @@ def named_dtype(requested: str | None) -> torch.dtype | None:
     names: dict[str | None, torch.dtype | None]
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None, None: None}
     if requested not in names:
-        raise InvalidInput(f"dtype is {requested!r}; it must be one of auto, float32, bfloat16, float16")
+        raise InvalidInput(f"dtype is {shown(requested)}; it must be one of auto, float32, bfloat16, float16")
     return names[requested]

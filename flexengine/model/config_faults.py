@@ -26,8 +26,8 @@ def config_fault(error: Exception, values: Mapping[str, Any]) -> str:
         return text or repr(error)
     keys = [key for key, value in entries(values) if value in (name, f"torch.{name}")]
     if keys:
-        return f"config.json sets {keys[0]} to {name!r}, which transformers does not know; correct it"
-    return f"config.json lacks {name!r}, or sets it to what transformers does not know ({type(error).__name__})"
+        return f"config.json sets {keys[0]} to {shown(name)}, which transformers does not know; correct it"
+    return f"config.json lacks {shown(name)}, or sets it to what transformers does not know ({type(error).__name__})"
 
 
 def odd_sizes(config: Any) -> str:

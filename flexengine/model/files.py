@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flexengine.errors import BadCheckpoint, json_fault, json_kind, size, size_within
+from flexengine.errors import BadCheckpoint, json_fault, json_kind, shown, size, size_within
 from flexengine.system.read_retries import opened
 
 # Files of weights, with the function that returns a checkpoint's files and what converts them to safetensors, as
@@ -113,13 +113,20 @@ def read_limited(file: Path, most: int) -> bytes:
         raise BadCheckpoint(f"{file} cannot be read: {error}") from error
 
 
+def check_mark(file: Path, data: bytes) -> None:
+    """Raise BadCheckpoint if a file begins with a byte order mark: transformers refuses it in JSON, and takes it for
+    text in a chat template or a vocabulary. data: its first bytes."""
+    if data.startswith(codecs.BOM_UTF8):
+        remedy = f"as sed -i '1s/^\\xEF\\xBB\\xBF//' {file.name} does"
+        raise BadCheckpoint(f"{file} begins with a byte order mark; save it as UTF-8 without one, {remedy}")
+
+
 def read_json(file: Path, most: int) -> Any:
     """Return the content of a JSON file. Raise BadCheckpoint as `read_limited`, or if it is not JSON."""
     data = read_limited(file, most)
     if not data.strip():
         raise BadCheckpoint(f"{file} is empty; {AGAIN}")
-    if data.startswith(codecs.BOM_UTF8):  # transformers refuses it, too
-        raise BadCheckpoint(f"{file} begins with a byte order mark; save it as UTF-8 without one")
+    check_mark(file, data)
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -153,7 +160,7 @@ def indexed_files(index: Path) -> list[Path]:
     names: Iterable[Any] = weight_map.values()
     for name in names:
         if not isinstance(name, str) or not name or Path(name).name != name:
-            raise BadCheckpoint(f"{index} names the shard {name!r}, which is not a file name in that directory")
+            raise BadCheckpoint(f"{index} names the shard {shown(name)}, which is not a file name in that directory")
     files = [index.parent / name for name in sorted(set(names))]
     if missing := [file.name for file in files if not os.path.lexists(file)]:
         fault = f"{len(missing)} of {len(files)} are missing, such as {missing[0]}"

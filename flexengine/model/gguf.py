@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from flexengine.activity import activity, message
-from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel, library_faults
+from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel, library_faults, shown
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_config import carry_values
 from flexengine.model.gguf_header import GgufTensor, Header, read_header, write_outline
@@ -293,7 +293,7 @@ def _carry_rope(header: Header, config: Any) -> None:
     path, scaling = header.path, header.text(f"{header.architecture}.rope.scaling.type")
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if scaling not in ("", "none") and parameters.get("rope_type", "default") == "default":
-        raise UnsupportedModel(f"{path} scales RoPE by {scaling!r}, which transformers' GGUF reader drops")
+        raise UnsupportedModel(f"{path} scales RoPE by {shown(scaling)}, which transformers' GGUF reader drops")
     stored = next((tensor for tensor in header.tensors if tensor.name == _ROPE_FREQS), None)
     if stored is None:
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.activity import message
-from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.errors import BadCheckpoint, UnsupportedModel, shown
 
 _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -135,7 +135,7 @@ def byte_level(path: Path, values: Mapping[str, Any]) -> Any:
         )
     if (patterns := PATTERNS.get(name or "default")) is None:
         raise UnsupportedModel(
-            f"{path} splits text by the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known;"
+            f"{path} splits text by the pre-tokenizer {shown(name)} (tokenizer.ggml.pre), which is not known;"
             " take the model's safetensors checkpoint, which holds its tokenizer"
         )
     texts, kinds = values["tokenizer.ggml.tokens"], values.get("tokenizer.ggml.token_type") or ()

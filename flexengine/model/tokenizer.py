@@ -10,7 +10,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_fault, library_faults, shown
-from flexengine.model.files import model_file, read_object
+from flexengine.model.files import check_mark, model_file, read_object
 
 _GENERATION = "generation_config.json"
 # Settings of generate(do_sample=False) of transformers that change tokens, with the value that changes none.
@@ -26,6 +26,7 @@ _CHANGING |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_siz
 _CONFIG = "tokenizer_config.json"
 _NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", _CONFIG, "vocab.json")
 _OBJECTS = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+_TEXTS = ("vocab.txt", "merges.txt")
 _MAX_BYTES = 2**30  # of each
 _READ = ("*.json", "*.model", "tokenizer.model*", "*.jinja", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
 # Extra of flexengine, and its modules, that read a file which may be a model's only tokenizer.
@@ -40,13 +41,15 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     if not any(os.path.lexists(directory / name) for name in _NAMES):
         return None
     for file in sorted(file for pattern in _READ for file in directory.glob(pattern)):
-        model_file(file, directory)
+        with model_file(file, directory).open("rb") as stream:
+            if file.suffix == ".jinja" or file.name in _TEXTS:
+                check_mark(file, stream.read(3))
     path = directory / _CONFIG
     settings = _settings(path)
     names = settings.get("fast_tokenizer_files") or []
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or Path(name).name != name:
-            raise InvalidInput(f"{path} names {name!r}, which is not a file name in that directory")
+            raise InvalidInput(f"{path} names {shown(name)}, which is not a file name in that directory")
     from transformers import AutoTokenizer
 
     whole = any(os.path.lexists(directory / name) for name in ("tokenizer.json", "vocab.json"))

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.errors import InvalidInput, shown
+from flexengine.errors import InvalidInput, named, shown
 from flexengine.places import (
     DISK,
     MOST_DISKS,
@@ -29,7 +29,7 @@ from flexengine.places import (
     workers_of,
 )
 from flexengine.policy import Policy
-from flexengine.records import Limit, allowed, check, checked, load, printable, read, refuse
+from flexengine.records import Limit, allowed, check, checked, load, named_fields, printable, read, refuse
 from flexengine.words import python_words
 
 KINDS = ("cpu", "cuda", "sim")
@@ -162,6 +162,7 @@ def check_places(policy: Policy, capacity: Capacity) -> None:
         )
 
 
+@named_fields
 @dataclass(frozen=True)
 class Hardware:
     """One machine. Tables are points (x, y) with rising x; every number is positive.
@@ -277,7 +278,9 @@ class Hardware:
             for key, given in getattr(self, name).items():
                 unknown = set(given) - set(known)
                 if unknown:
-                    raise InvalidInput(f"{name} {shown(key)} has {sorted(unknown)}; it may have {', '.join(known)}")
+                    raise InvalidInput(
+                        f"{name} {shown(key)} has [{named(map(repr, sorted(unknown)))}]; it may have {', '.join(known)}"
+                    )
         for name, figures in self.streaming.items():
             if len(figures) < len(STREAMING):
                 raise InvalidInput(f"streaming {shown(name)} is {shown(figures)}; it must have {', '.join(STREAMING)}")

@@ -27,6 +27,6 @@ def calibration() -> str:
 def read(path: str) -> str:
     """Return the text of the file that --text names. Raise InvalidInput if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"--text {path} cannot be read as UTF-8 text: {error}") from error

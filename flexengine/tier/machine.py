@@ -22,10 +22,10 @@ from typing import Annotated, ClassVar
 import torch
 
 from flexengine.activity import message
-from flexengine.errors import InvalidInput, size_within
+from flexengine.errors import InvalidInput, shown, size_within
 from flexengine.places import MOST_DISKS, Routes, disks_of, place_names, place_of
 from flexengine.plan.hardware import Capacity
-from flexengine.records import Limit, check
+from flexengine.records import Limit, check, named_fields
 from flexengine.system.limits import device_of, has_gpu, in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.base import ALIGN, Ledger, Throttled, Tier
 from flexengine.tier.disk import DiskTier
@@ -43,6 +43,7 @@ _Rate = Annotated[
 ]
 
 
+@named_fields
 @dataclass(frozen=True)
 class Links:
     """Rates of the links of a sim machine, by which transfers are slowed down.
@@ -179,12 +180,12 @@ def make_machine(
             memory of this machine, or a further offload directory cannot be used.
     """
     if kind not in KINDS:
-        raise InvalidInput(f"device is {kind!r}; it must be one of {', '.join(KINDS)}")
+        raise InvalidInput(f"device is {shown(kind)}; it must be one of {', '.join(KINDS)}")
     kind = resolved(kind)
     if kind == "cuda" and not has_gpu():
         raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu, or leave --device out")
     if links is not None and kind != "sim":
-        raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
+        raise InvalidInput(f"link rates can be set for device 'sim' only, not {shown(kind)}")
     made: type[Machine] = Machine
     if kind == "cuda":
         cuda = import_module("flexengine.tier.cuda")  # not on other machines
@@ -245,7 +246,7 @@ def _disk_sizes(directories: Sequence[Path], first: int, sharing: int) -> list[i
         raise InvalidInput(f"--offload-dir is given {len(directories)} times; give it at most {MOST_DISKS} times")
     more = directories[1:]
     if null := next((each for each in directories if more and "\0" in str(each)), None):
-        raise InvalidInput(f"offload directory {str(null)!r} has a null character; give another directory")
+        raise InvalidInput(f"offload directory {shown(str(null))} has a null character; give another directory")
     real = [os.path.realpath(each) for each in directories if more]
     if twice := next((path for path in real if real.count(path) > 1), None):
         raise InvalidInput(f"offload directory {twice} is given twice; give each directory once")

@@ -12,13 +12,13 @@ import torch
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import WeightFormat
-from flexengine.errors import FlexError, InvalidInput
+from flexengine.errors import BadCheckpoint, FlexError, InvalidInput
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.build import build, build_from
 from flexengine.model.checkpoint import ByteRange, Origin, differ, origins, read_checkpoint
-from flexengine.model.config import choose_dtype, load_config
+from flexengine.model.config import choose_dtype, defaulted, load_config
 from flexengine.model.files import set_links, weights_in
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.source import ModelSource, resolve
@@ -311,7 +311,11 @@ def open_model(
         use_range = resolve_name(GUESTS["range of layers"])
         use_range(skeleton, layers(len(skeleton.layers)) if callable(layers) else layers)
     assumed = own if isinstance(own, torch.dtype) else torch.float32
-    stored = _assumed(skeleton, assumed) if bare else origins(tensors, skeleton.wanted, skeleton.loading)
+    try:
+        stored = _assumed(skeleton, assumed) if bare else origins(tensors, skeleton.wanted, skeleton.loading)
+    except BadCheckpoint as error:
+        lack = defaulted(source.directory / "config.json", config)
+        raise BadCheckpoint("; ".join(filter(None, (str(error), lack)))) from error
     opened = OpenModel(source, computing, skeleton, stored, kind != "cuda", verifier=trust.verifier)
     opened.use(lossy)
     return opened

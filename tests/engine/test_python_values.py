@@ -1,17 +1,11 @@
 """Values that users of Python hand to an engine: each line of the table in docs/python.md, "What an engine takes"."""
 
-import asyncio
-import contextlib
 import copy
-import gc
 import json
 import logging
-import os
 import pickle
-import signal
+import re
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,16 +18,16 @@ import pytest
 import torch
 
 from flexengine import Engine, EngineOptions, Hardware, InvalidInput, Links, Lossy, Policy, SamplingParams, TooLittle
-from flexengine.activity import Activity, activity, message, reporting
-from flexengine.engine.job import Job
-from flexengine.errors import ModelNotFound, shown
-from flexengine.job.rows import one_of, refuse_table, row_of
+from flexengine.activity import activity, message, reporting
+from flexengine.errors import shown
+from flexengine.job.python_arguments import argument, file_note, refuse_table
+from flexengine.job.rows import row_of
+from flexengine.plan.cluster import file as cluster_file
+from flexengine.plan.stages import Strategy
 from flexengine.words import command_words, in_python
-from tests.helpers.speaker import make_speaker
+from tests.helpers.speaker import SHORT, TEXTS, make_speaker, opened, tokens
 
 pd = pytest.importorskip("pandas")
-SHORT, LONG = SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=80, ignore_eos=True)
-TEXTS = ["One two", "Three"]
 FRAME = pd.DataFrame({"text": TEXTS, "label": [0, 1]})
 CHAT = [{"role": "user", "content": "Hi"}]
 BLANKS = ["", " ", "\n", "\u200b\ufeff"]
@@ -60,11 +54,6 @@ def columns_of(values: list[Any]) -> Iterator[Any]:
     yield from (pyarrow.array(values), pyarrow.table({"prompt": values})["prompt"])
 
 
-def opened(directory: Path, **options: Any) -> Engine:
-    policy = Policy(gpu_batch_size=4, num_gpu_batches=1)
-    return Engine(directory, device="cpu", device_mem="1G", policy=policy, **options)
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("speaker")
@@ -77,11 +66,6 @@ def engine(directory: Path) -> Iterator[Engine]:
     with opened(directory) as engine:
         engine.expected = [result.token_ids for result in engine.generate(TEXTS, SHORT)]  # type: ignore[attr-defined]
         yield engine
-
-
-def tokens(results: Any) -> list[list[int]]:
-    assert [result.error for result in results] == [None] * len(results)
-    return [result.token_ids for result in results]
 
 
 # Tables and columns.
@@ -102,6 +86,15 @@ def test_a_table_is_refused_with_the_remedy(engine: Any, tmp_path: Path) -> None
             call()
     with pytest.raises(InvalidInput, match=r"input is a DataFrame; it must be the name of a file: .*df.to_json\("):
         engine.run_job(FRAME, tmp_path / "out.jsonl")
+    for call in (
+        lambda: Engine(FRAME),  # type: ignore[arg-type]
+        lambda: engine.run_job("in.csv", FRAME),
+        lambda: engine.run_job("in.csv", "out.jsonl", FRAME),
+        lambda: engine.generate("a", FRAME),
+        lambda: SamplingParams(temperature=FRAME),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidInput, match=r"^(model|output|params|temperature) is a DataFrame[; ]"):
+            call()
     with pytest.raises(InvalidInput, match="batch is DataFrame; it must be a dict of columns"):
         engine(FRAME)
 
@@ -161,6 +154,16 @@ def test_a_column_is_a_list(engine: Any) -> None:
     )
 
 
+def test_the_name_of_a_file_as_a_prompt_is_noticed(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "flexengine"):
+        assert engine.generate("rows.jsonl", SHORT).error is None
+        assert engine.generate("What is a .csv", SHORT).error is None
+    note = "'rows.jsonl' is run as a prompt; engine.run_job('rows.jsonl', 'results.jsonl') runs the rows of a file"
+    assert [record.message for record in caplog.records] == [note]
+    assert file_note("data/in.csv.gz")
+    assert not any(map(file_note, ("in.py", "Summarise in.csv", "a\nb.txt", {"prompt": "a.csv"}, ".csv")))
+
+
 def test_columns_of_conversations_and_continuations(engine: Any) -> None:
     one = engine.chat(CHAT, SHORT).token_ids
     assert tokens(engine.chat(pd.Series([CHAT, CHAT]), SHORT)) == tokens(engine.chat((CHAT, CHAT), SHORT)) == [one] * 2
@@ -179,33 +182,60 @@ def test_one_prompt_in_another_form(engine: Any) -> None:
     for given in (np.array(TEXTS[0]), pyarrow.scalar(TEXTS[0]), frame.iloc[0], pyarrow.scalar({"prompt": TEXTS[0]})):
         assert engine.generate(given, SHORT).token_ids == engine.expected[0]
     assert tokens(engine.generate([row for _, row in frame.iterrows()], SHORT)) == engine.expected
-    assert tokens(engine.generate(pd.Series(TEXTS, index=["a", "b"]), SHORT)) == engine.expected
     assert "has none of prompt, messages" in engine.generate([FRAME.iloc[0]])[0].error
 
 
-def test_a_series_is_a_row_only_if_no_prompt_is_lost() -> None:
-    """Labels of a column may be named like fields of rows."""
+def test_a_series_is_a_row_or_a_column_only_if_it_is_surely_one() -> None:
     rows = [
         FRAME.rename(columns={"text": "prompt"}).iloc[0],
         pd.DataFrame({"prompt": ["a"], "id": ["b"]}).iloc[0],
         pd.Series({"prompt": "a", "max_tokens": 2}),
         pd.Series({"messages": CHAT, "n": float("nan")}, name="x"),
     ]
-    assert [one_of(row) for row in rows] == [dict(row) for row in rows]
+    assert [argument("prompts", row) for row in rows] == [dict(row) for row in rows]
     columns = [
+        pd.DataFrame({"label": ["n", "y"], "text": TEXTS}).groupby("label")["text"].first(),
+        FRAME["text"],
+        FRAME["text"][FRAME["label"] > 0],
+        pd.Series(TEXTS, index=pd.MultiIndex.from_tuples([("a", 1), ("b", 2)], names=["x", "y"])),
+    ]
+    assert all(argument(name, column) is column for column in columns for name in ("prompts", "messages", "context"))
+    either = [
         pd.Series({"text": "a", "prompt": "b"}),
         pd.Series({"text": "a", "prompt": None}, name="text"),
-        pd.DataFrame({"label": ["n", "y"], "text": TEXTS}).groupby("label")["text"].first(),
-        *(pd.Series({name: "a", "x": 1}) for name in ("n", "seed", "stop", "text", "context")),
+        *(pd.Series({name: "a", "x": 1}) for name in ("n", "seed", "text")),
+        FRAME.iloc[0],
+        pd.DataFrame([["a", "b"]], columns=pd.MultiIndex.from_tuples([("x", "y"), ("x", "z")])).iloc[0],
     ]
-    assert all(one_of(column) is column for column in columns)
-    assert [row_of(column, 0).fields for column in columns[::2]] == [
-        {"text": "a", "prompt": "b"}, dict(n="One two", y="Three"), {"seed": "a", "x": 1}, {"text": "a", "x": 1}
+    for series in either:
+        with pytest.raises(InvalidInput, match=r"^prompts is a Series with labels \[.*\], a row or a column; give"):
+            argument("prompts", series)
+    assert [row_of(each, 0).fields for each in either[::2]] == [
+        {"text": "a", "prompt": "b"}, {"n": "a", "x": 1}, {"text": "a", "x": 1}, {("x", "y"): "a", ("x", "z"): "b"}
     ]  # fmt: skip
 
 
+def test_a_series_that_may_be_a_row_is_refused(engine: Any) -> None:
+    """Else all cells of a row would be run as prompts, contexts or conversations, and be paid for."""
+    row = FRAME.rename(columns={"text": "prompt"}).assign(label=["a", "b"]).set_index(pd.Index(["r1", "r2"])).loc["r1"]
+    for name, one, cell, call in (
+        ("prompts", r"series.to_dict\(\)", "prompt", lambda: engine.generate(row)),
+        ("prompts", r"series.to_dict\(\)", "prompt", lambda: engine.stream(row)),
+        ("messages", r"series\['messages'\]", "conversation", lambda: engine.chat(row)),
+        ("context", r"series\['context'\]", "text", lambda: engine.score(row, [" a", " b"])),
+        ("continuation", r"series\['continuation'\]", "text", lambda: engine.score("a", row)),
+    ):
+        said = (
+            rf"^{name} is a Series with labels \[\"prompt\", \"label\"\], a row or a column; give {one} for the row, or"
+        )
+        with pytest.raises(InvalidInput, match=rf"{said} series.tolist\(\) for a {cell} in each cell$"):
+            call()
+    assert engine.generate(row.to_dict(), SHORT).token_ids == engine.expected[0]
+    assert tokens(engine.generate(pd.Series(TEXTS, index=["n", "y"]).tolist(), SHORT)) == engine.expected
+
+
 def test_labels_of_a_column_are_no_fields(engine: Any) -> None:
-    for labels in (["n", "y"], ["text", "prompt"]):
+    for labels in ([3, 7], pd.Index(["n", "y"], name="label"), pd.to_datetime(["2026-01-01", "2026-01-02"])):
         assert tokens(engine.generate(pd.Series(TEXTS, index=labels), SHORT)) == engine.expected
         assert tokens(list(engine.stream(pd.Series(TEXTS, index=labels), SHORT))) == engine.expected
 
@@ -219,14 +249,40 @@ def test_what_is_no_list_of_prompts(engine: Any) -> None:
             engine.chat(wrong)
         with pytest.raises(InvalidInput, match="continuation"):
             engine.score("a", wrong)
-    with pytest.raises(InvalidInput, match="prompts is 'One'; it must be a list"):
-        engine.stream(np.array("One"))
+    for given, remedy in (
+        (b"One", "bytes(prompts).decode()"),
+        (bytearray(b"One"), "bytes(prompts).decode()"),
+        ({"One"}, "sorted(prompts)"),
+    ):
+        with pytest.raises(InvalidInput, match=rf"; it must be a list of prompts: give {re.escape(remedy)}$"):
+            engine.generate(given)
+    for given in (np.array("One"), {"prompt": "One"}):
+        with pytest.raises(InvalidInput, match=r"^prompts is .*One.*; it must be a list of prompts: give \[prompts\]$"):
+            engine.stream(given)
+    with pytest.raises(InvalidInput, match="must be a list of prompts: run_job runs the rows of a file"):
+        engine.generate(Path("rows.csv"))
+    with pytest.raises(InvalidInput, match=r"such as \['A text', {'prompt': 'A row', 'max_tokens': 8}\]$"):
+        engine.generate(None)
+    with pytest.raises(InvalidInput, match=r'give \[{"role": "user", "content": messages}\]$'):
+        engine.chat("Hi")
+    with pytest.raises(InvalidInput, match=r"give \[messages\]$"):
+        engine.chat(CHAT[0])
+    assert engine.generate([], SHORT) == engine.chat([]) == engine.score("One", []) == []
+    assert "messages is []; it must be an array" in engine.chat([[]])[0].error
+    assert 'such as [{"role": "user", "content": "..."}]' in engine.chat(["Hi"])[0].error
+    assert "; exactly one is needed, but it has no fields" in engine.generate({}).error
+    assert "put it into messages, as engine.chat does" in engine.generate(CHAT)[0].error
     one = engine.generate({"prompt": TEXTS})  # a dict of columns
     assert one.error.endswith(" or an array of token ids; give each text its own row")
     errors = [str(result.error) for result in engine.generate([TEXTS, b"One", Path("One"), [1, 2]])]
     assert [error.split("; ")[0] for error in errors] == [
         f"prompt {i}: is {kind}" for i, kind in enumerate(("an array", "bytes", "PosixPath", "an array"))
     ]
+
+
+def test_a_function_of_results_is_one_before_anything_is_computed(engine: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"^on_result is 5; it must be a function that takes a Result, or None$"):
+        engine.score("One", " b", on_result=5)
 
 
 def test_a_bad_pair_is_an_error_of_its_own(engine: Any) -> None:
@@ -320,6 +376,45 @@ def test_scalars_of_numpy_are_numbers(engine: Any, tmp_path: Path) -> None:
     assert engine.run_job(rows, tmp_path / "out.jsonl", SHORT, limit=2.0).job.rows == 2
 
 
+def test_a_record_names_its_fields() -> None:
+    for kind, wrong, near in (
+        (SamplingParams, "max_token", "max_tokens"),
+        (Policy, "slot", "slots"),
+        (Lossy, "zz", ""),
+    ):
+        question = f"; did you mean {near}\\?" if near else ";"
+        with pytest.raises(TypeError, match=f"^{kind.__name__} has no field {wrong}{question} it takes "):
+            kind(**{wrong: 1})
+    with pytest.raises(
+        TypeError, match=r"^Engine has no option device_memory; did you mean device_mem\? it takes device, "
+    ):
+        Engine(device_memory="4G")
+    with pytest.raises(TypeError, match=r"^Engine is given 'cpu' without a name; only the model needs none$"):
+        Engine("model", "cpu")  # type: ignore[misc]
+    for kind in (SamplingParams, Policy, Lossy, Links, Hardware):
+        said = rf'^{kind.__name__} is given {{"n": 2}}; give fields by name, as {kind.__name__}\(\*\*fields\)$'
+        with pytest.raises(InvalidInput, match=said):
+            kind({"n": 2})  # type: ignore[arg-type, call-arg]
+    with pytest.raises(InvalidInput, match="max_tokens is 'greedy'; it must be a whole number"):
+        SamplingParams("greedy")  # type: ignore[arg-type]
+    assert SamplingParams(5) == copy.copy(pickle.loads(pickle.dumps(SamplingParams(max_tokens=5))))
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 5, {}, [], b"policy.json", FRAME], ids=["None", "number", "dict", "list", "bytes", "table"]
+)
+def test_the_name_of_a_file_is_text_or_a_path(wrong: Any) -> None:
+    value = in_python(f"is {shown(wrong)}").removeprefix("is ")
+    for load, said in (
+        (Policy.load, "policy file is {}; it must be the name of a file, or of a shipped one; Policy(**fields) takes"),
+        (Hardware.load, "hardware file is {}; it must be the name of a file, or of a shipped one; Hardware(**fields)"),
+        (Strategy.load, "strategy file is {}; it must be the name of a file"),
+        (cluster_file.load, "cluster file is {}; it must be the name of a file"),
+    ):
+        with pytest.raises(InvalidInput, match=f"^{re.escape(said.format(value))}"):
+            load(wrong)
+
+
 # Words.
 
 
@@ -395,267 +490,6 @@ def test_a_notebook_shows_long_work_that_is_done_once(
         with activity("compiling", "compiling for a minute", 2, "files", logging.INFO) as work:
             work.advance(2)
     assert capsys.readouterr().err == "flexengine: compiling for a minute; progress=True shows more\n"
-
-
-# Processes, threads and tasks.
-
-
-def test_an_engine_is_not_copied_and_a_closed_one_says_so(directory: Path) -> None:
-    with opened(directory) as engine:
-        for call in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(InvalidInput, match="can be neither copied nor pickled; use this one, or open another"):
-                call(engine)
-    for again in (copy.copy, copy.deepcopy, pickle.dumps, lambda closed: closed.__enter__()):
-        with pytest.raises(InvalidInput, match="this engine is closed; open a new Engine"):
-            again(engine)
-    engine.close()
-
-
-def test_a_fork_of_an_engine_is_refused(engine: Any) -> None:
-    """In the child; the parent's files and threads stay as they are, whatever the child does."""
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:
-        with contextlib.suppress(BaseException):
-            try:
-                engine.generate("One")
-            except InvalidInput as error:
-                os.write(write, str(error).encode())
-            engine.close()
-        os._exit(0)
-    os.close(write)
-    with open(read) as said:
-        assert "; start processes by multiprocessing.get_context('spawn') and open an Engine in each" in said.read()
-    assert os.waitpid(child, 0)[1] == 0
-    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
-
-
-def test_a_fork_of_a_process_whose_engine_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may open an engine, as no threads were started."""
-    monkeypatch.setattr("flexengine.engine.core._openers", set())
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    with pytest.raises(ModelNotFound):
-        Engine("nothing", device="cpu", device_mem="1G")
-    monkeypatch.setattr("os.getpid", lambda: 1)  # as in the fork
-    with pytest.raises(ModelNotFound):
-        Engine("nothing", device="cpu", device_mem="1G")
-
-
-@pytest.mark.slow  # forks of a process with torch
-def test_a_new_engine_in_a_fork(engine: Any, directory: Path) -> None:
-    """It is refused, as torch would wait for threads that the child lacks; with one thread it runs."""
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:
-        signal.alarm(30)
-        with contextlib.suppress(BaseException):
-            torch.set_num_threads(2)
-            with contextlib.suppress(InvalidInput):
-                opened(directory).close()
-                os._exit(6)
-            torch.set_num_threads(1)
-            with opened(directory) as new:
-                os.write(write, str(tokens(new.generate(TEXTS, SHORT))).encode())
-            os._exit(5)
-        os._exit(7)
-    os.close(write)
-    with open(read) as said:
-        assert said.read() == str(engine.expected)
-    assert os.waitpid(child, 0)[1] == 5 << 8
-
-
-@pytest.mark.slow  # forks of a process with torch
-def test_a_fork_within_a_stream_leaves_it_to_the_parent(engine: Any) -> None:
-    """The child can go on to its end, and drop the stream."""
-    stream = engine.stream(TEXTS * 4, SHORT)
-    next(stream)
-    if (child := os.fork()) == 0:
-        signal.alarm(20)
-        try:
-            next(stream)
-        except InvalidInput as error:
-            stream = None
-            gc.collect()
-            os._exit(5 if "and open an Engine in each" in str(error) else 6)
-        os._exit(7)
-    assert os.waitpid(child, 0)[1] == 5 << 8
-    if (child := os.fork()) == 0:
-        signal.alarm(20)
-        stream.close()
-        os._exit(5)
-    assert os.waitpid(child, 0)[1] == 5 << 8
-    assert len(tokens(list(stream))) == 7
-    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
-
-
-def test_a_thread_may_run_a_job_and_a_second_one_is_told(engine: Any) -> None:
-    found: list[Any] = []
-    stream = engine.stream(TEXTS, SHORT)
-    next(stream)
-
-    def other() -> None:
-        try:
-            found.append(engine.generate(TEXTS, SHORT))
-        except InvalidInput as error:
-            found.append(str(error))
-
-    for _ in range(2):
-        (thread := threading.Thread(target=other)).start()
-        thread.join()
-        stream.close()
-    assert "generating already, in this thread or another one; let the other call end, or call stop()" in found[0]
-    assert tokens(found[1]) == engine.expected
-
-
-def test_stop_ends_a_job_and_the_engine_goes_on(engine: Any) -> None:
-    engine.stop()  # no job runs
-    engine.on_sweep = lambda _: engine.stop()
-    try:
-        with pytest.raises(InvalidInput, match=r"the job was ended before all rows were done, by stop\(\)"):
-            engine.generate(TEXTS, LONG)
-    finally:
-        engine.on_sweep = None
-    assert engine.summary.sweeps == 1
-    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
-
-
-def test_a_cancelled_task_stops_its_job(engine: Any) -> None:
-    began = threading.Event()
-    engine.on_sweep = lambda _: began.set()
-
-    async def cancelled() -> None:
-        task = asyncio.create_task(engine.in_thread(engine.generate, TEXTS, LONG))
-        await asyncio.to_thread(began.wait, 10)
-        task.cancel()
-        await task
-
-    try:
-        with pytest.raises(asyncio.CancelledError):
-            asyncio.run(cancelled())
-    finally:
-        engine.on_sweep = None
-    assert engine.summary.sweeps < 80
-    assert tokens(asyncio.run(engine.in_thread(engine.generate, TEXTS, SHORT))) == engine.expected
-
-
-def test_a_cancelled_task_leaves_the_jobs_of_others(engine: Any) -> None:
-    async def both() -> Any:
-        began = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        engine.on_sweep = lambda _: loop.call_soon_threadsafe(began.set)
-        first = asyncio.create_task(engine.in_thread(engine.generate, TEXTS, LONG))
-        await began.wait()
-        second = asyncio.create_task(engine.in_thread(time.sleep, 0.1))
-        await asyncio.sleep(0.01)
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        return await first
-
-    try:
-        assert len(tokens(asyncio.run(both()))) == 2
-    finally:
-        engine.on_sweep = None
-
-
-def test_a_cancelled_task_of_another_thread_goes_on_until_stop(engine: Any) -> None:
-    """`asyncio.to_thread` cannot end its thread; the error of the next call names what can."""
-    began, again = threading.Event(), threading.Event()
-    engine.on_sweep = lambda _: (began.set(), again.wait(10))
-
-    async def cancelled() -> None:
-        task = asyncio.create_task(asyncio.to_thread(engine.generate, TEXTS, LONG))
-        await asyncio.to_thread(began.wait, 10)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        with pytest.raises(InvalidInput, match=r"or call stop\(\), as a task .* `await engine.in_thread\(...\)` runs"):
-            engine.generate(TEXTS, SHORT)
-        engine.stop()
-        again.set()
-
-    try:
-        asyncio.run(cancelled())  # waits for its threads
-    finally:
-        engine.on_sweep = None
-    assert engine.summary.sweeps == 1
-    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
-
-
-def test_a_task_that_is_cancelled_between_results_ends_the_stream(engine: Any) -> None:
-    async def reads() -> None:
-        for _ in engine.stream(TEXTS, SHORT):
-            await asyncio.sleep(60)
-
-    async def cancelled() -> None:
-        task = asyncio.create_task(reads())
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled())
-    gc.collect()
-    assert tokens(engine.generate(TEXTS, SHORT)) == engine.expected
-
-
-def test_close_ends_the_job_of_another_thread(directory: Path) -> None:
-    began, engine = threading.Event(), opened(directory)
-    engine.on_sweep = lambda _: began.set()
-    (thread := threading.Thread(target=lambda: began.wait(10) and engine.close())).start()
-    with pytest.raises(InvalidInput, match=r"the job was ended before all rows were done, by close\(\)"):
-        engine.generate(TEXTS, LONG)
-    thread.join(10)
-    assert not thread.is_alive()
-    with pytest.raises(InvalidInput, match="this engine is closed; open a new Engine"):
-        engine.generate("One")
-
-
-def test_close_in_a_function_that_the_job_calls(directory: Path) -> None:
-    engine = opened(directory)
-    engine.on_sweep = lambda _: engine.close()
-    with pytest.raises(InvalidInput, match=r"by close\(\) of this engine"):
-        engine.generate(TEXTS, LONG)
-    assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())
-
-
-def test_close_in_a_progress_function_that_another_thread_calls(directory: Path) -> None:
-    """As the watchdog does, while the job waits for the function."""
-    left: list[bool] = []
-
-    def progress(_: Activity) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            engine.close()
-
-    def sweep_ended(_: Any) -> None:
-        thread = threading.Thread(target=engine.listener, args=[Activity("other", "work")], daemon=True)
-        thread.start()
-        thread.join(5)
-        left.append(thread.is_alive())
-
-    engine = opened(directory, progress=progress)
-    engine.on_sweep = sweep_ended
-    with pytest.raises(InvalidInput, match=r"by close\(\) of this engine"):
-        engine.generate(TEXTS, LONG)
-    assert left == [False]
-    assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())
-
-
-def test_several_threads_close_an_engine_whose_stream_waits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its job takes some time to end; meanwhile the stream is asked for its next result."""
-    ends, wait = threading.Event(), Job._write_trace
-    monkeypatch.setattr(Job, "_write_trace", lambda job: (ends.set(), time.sleep(0.1), wait(job)))
-    engine = opened(directory)
-    stream = engine.stream(TEXTS * 4, SHORT)
-    next(stream)
-    threads = [threading.Thread(target=engine.close, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert ends.wait(10)
-    with pytest.raises(InvalidInput, match="the engine was closed before this stream had ended"):
-        next(stream)
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())
 
 
 def test_names_of_vllm(engine: Any) -> None:

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 import transformers
 
+from flexengine import Engine, Policy, SamplingParams
 from tests.helpers.tokenizers import byte_tokenizer
 
 TEMPLATE = ("{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }};"
             "{% endfor %}{% if add_generation_prompt %}bot:{% endif %}")  # fmt: skip
+TEXTS = ["One two", "Three"]
+SHORT, LONG = SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=80, ignore_eos=True)
 
 
 def make_speaker(directory: Path, template: str | None = TEMPLATE) -> Any:
@@ -39,3 +42,15 @@ def make_byte_llama(directory: Path, vocabulary: int, seed: int, width: int, con
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(directory)
     return model
+
+
+def opened(directory: Path, **options: Any) -> Engine:
+    """Return an engine for a tiny model, with a given policy."""
+    policy = Policy(gpu_batch_size=4, num_gpu_batches=1)
+    return Engine(directory, device="cpu", device_mem="1G", policy=policy, **options)
+
+
+def tokens(results: Any) -> list[list[int]]:
+    """Return the tokens of results without errors."""
+    assert [result.error for result in results] == [None] * len(results)
+    return [result.token_ids for result in results]

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, OPTConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flexengine import Engine
+from flexengine.activity import Activity, reporting
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.build import build
 from flexengine.model.checkpoint import read_checkpoint
@@ -21,6 +22,10 @@ from flexengine.model.gguf_header import read_header
 from flexengine.model.pickled import conversion
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.shell.commands import plan, run
+from flexengine.worker.open_model import open_model
+from tests.helpers.published import MODELS
+from tests.helpers.speaker import make_byte_llama
+from tests.helpers.tokenizers import byte_tokenizer
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
 LLAMA = {**LlamaConfig(**SIZES).to_dict(), "architectures": ["LlamaForCausalLM"]}
@@ -189,6 +194,75 @@ def test_a_file_that_holds_no_object_is_named(tmp_path: Path, name: str, content
     fault = index if name.endswith("index.json") and "holds" in FILES[content] else FILES[content]
     with pytest.raises(BadCheckpoint, match=rf"{tmp_path}.*{name} {fault}"):
         READERS[name](place)
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "additional_chat_templates/a.jinja", "merges.txt", "vocab.txt"]
+)
+def test_a_byte_order_mark_that_would_become_text_is_named(tmp_path: Path, name: str) -> None:
+    """transformers takes it for the first character of each chat; in other files of text it changes nothing."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    directory(tmp_path, codecs.BOM_UTF8 + b"MIT License", "LICENSE.txt")
+    assert load_tokenizer(tmp_path) is not None
+    directory((tmp_path / name).parent, codecs.BOM_UTF8 + b"{{ messages }}", Path(name).name)
+    said = refusal(lambda: load_tokenizer(tmp_path))
+    remedy = rf"as sed -i '1s/^\xEF\xBB\xBF//' {Path(name).name} does"
+    assert said == f"{tmp_path / name} begins with a byte order mark; save it as UTF-8 without one, {remedy}"
+
+
+def heard(place: Path, values: dict[str, Any]) -> list[str]:
+    """Return the messages while a config without weights is read."""
+    records = list[Activity]()
+    with reporting(records.append):
+        load_config(directory(place, values), weights=False)
+    return [record.text for record in records]
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes"),
+    [
+        ({"model_type": "opt"}, "num_hidden_layers 12, hidden_size 768, vocab_size 50272, num_attention_heads 12, max"),
+        ({"model_type": "gpt2", "n_embd": 64, "n_head": 4}, "num_hidden_layers 12, vocab_size 50257, max_"),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}},
+            "num_hidden_layers 32, h",
+        ),
+    ],
+)
+def test_defaults_that_stand_for_sizes_are_named_once(tmp_path: Path, values: dict[str, Any], sizes: str) -> None:
+    (said,) = heard(tmp_path, values)
+    start = f"{tmp_path / 'config.json'} lacks sizes, for which the defaults of {values['model_type']} in transformers"
+    assert said.startswith(f"{start} stand: {sizes}")
+    assert said.endswith("; add the model's own")
+
+
+def test_a_checkpoint_that_does_not_fit_defaults_says_so(tmp_path: Path) -> None:
+    make_byte_llama(tmp_path, 32, seed=0, width=32, context=64, spread=0.1)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["num_hidden_layers"]
+    directory(tmp_path, values)
+    said = refusal(lambda: open_model(str(tmp_path), None, "cpu"))
+    assert said.startswith("the checkpoint does not fit its config: missing: model.layers.10")
+    assert said.endswith(" the defaults of llama in transformers stand: num_hidden_layers 32; add the model's own")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2},
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4},
+        {"model_type": "bloom", "n_embed": 256, "n_layer": 2},
+        {"model_type": "gemma3", "text_config": {"hidden_size": 64, "num_hidden_layers": 2}},
+    ],
+)
+def test_other_sizes_may_be_left_out(tmp_path: Path, values: dict[str, Any]) -> None:
+    assert heard(tmp_path, values) == []
+
+
+def test_published_configs_state_their_sizes(tmp_path: Path) -> None:
+    for model in list(MODELS.values())[::4]:
+        if not model.refused:
+            assert not any("lacks sizes" in text for text in heard(tmp_path, model.fields))
 
 
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])

@@ -14,7 +14,7 @@ from flexengine.apps.evaluate.metrics import CHOICE
 from flexengine.apps.evaluate.perturb import ORIGINAL
 from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
 from flexengine.apps.tables import FileTable, read_records
-from flexengine.errors import InvalidInput, json_kind, shown
+from flexengine.errors import InvalidInput, json_kind, named, shown
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.delimiters import Remedies
 from flexengine.job.inputs import InputFile, InputRows
@@ -124,7 +124,7 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
     for column in perturbed.columns if perturbed else ():
         if column not in columns:
             lacks = f"{place} names {shown(column)}, which is not in prompt.template"
-            raise scenario.origin.fault(place, f"{lacks}; choose from {', '.join(columns)}")
+            raise scenario.origin.fault(place, f"{lacks}; choose from {named(columns)}")
     return table
 
 

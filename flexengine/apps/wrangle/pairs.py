@@ -6,7 +6,7 @@ from typing import Any
 
 from flexengine.apps.tables import FileTable, cell_text
 from flexengine.apps.wrangle.spec import DEFAULT_TOP, TOKEN, Spec
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, named, shown
 from flexengine.job.arrow_rows import TableRow
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
@@ -52,13 +52,13 @@ def common_columns(
     """
     common = [column for column in left if column in right]
     if not common:
-        first, second = (", ".join(columns) or "none" for columns in (left, right))
+        first, second = (named(columns) or "none" for columns in (left, right))
         fault = f"{names} have no common column: the first has {first}, the second has {second}"
         remedy = f": {seeming}" if seeming else "; rename columns so that what is compared has one name"
         raise InvalidInput(f"{fault}{remedy}")
     for column in show:
         if column not in common:
-            raise InvalidInput(f"--show {column!r} is no common column of {names}; common are {', '.join(common)}")
+            raise InvalidInput(f"--show {shown(column)} is no common column of {names}; common are {named(common)}")
     return list(show) or common
 
 

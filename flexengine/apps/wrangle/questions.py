@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from flexengine.apps.tables import FileTable, cell_text, serialised
 from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, sides
 from flexengine.apps.wrangle.spec import DETECT, MATCH, NO, SCHEMA, TASKS, YES, Spec
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.plan.formatting import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
@@ -67,7 +67,7 @@ def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ..
     known = {q.cell for asked in all_asked for q in asked.questions if q.cell is not None}
     choices = spec.choice or tuple(sorted(known))
     if not 2 <= len(choices) <= MAX_CHOICES:
-        fault = f"--closed: column {spec.column[0]!r} has {count(len(choices), 'value', 'values')}"
+        fault = f"--closed: column {shown(spec.column[0])} has {count(len(choices), 'value', 'values')}"
         raise InvalidInput(f"{fault}; it must have 2 to {MAX_CHOICES}; leave --closed out to generate answers")
     more = "list the answers by --choice instead of --closed" if spec.closed else "give it as a --choice, too"
     for asked in all_asked:
@@ -75,7 +75,7 @@ def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ..
             if question.answer is not None and question.answer not in choices:
                 place = asked.table.place(question.row)
                 allowed = f"allowed are {', '.join(choices)}"
-                raise InvalidInput(f"{place}: the answer is {question.answer!r}; {allowed}; correct it, or {more}")
+                raise InvalidInput(f"{place}: the answer is {shown(question.answer)}; {allowed}; correct it, or {more}")
     return choices
 
 
@@ -210,6 +210,6 @@ def _label(table: FileTable, spec: Spec, name: str | None, examples: bool) -> Ca
         if text is not None:
             if text.strip().lower() not in _LABELS:
                 must = f"a label must be {_LABEL_WORDS}, or empty if it is unknown"
-                raise InvalidInput(f"{table.place(row)}: {name} is {text!r}; {must}")
+                raise InvalidInput(f"{table.place(row)}: {name} is {shown(text)}; {must}")
             labels[row] = _LABELS[text.strip().lower()]
     return labels.get

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 
 MATCH, IMPUTE, DETECT, SCHEMA, TRANSFORM = TASKS = ("match", "impute", "detect", "schema", "transform")
 GIVEN, RANDOM, BALANCED, NEAREST = PICKS = ("given", "random", "balanced", "nearest")
@@ -116,7 +116,7 @@ def _faults_of_tables(spec: Spec, used: Mapping[str, Any]) -> Iterator[str]:
         yield f"no column is given; name the column to {spec.task} by --column NAME"
     for option, names in (("--column", spec.column), ("--show", spec.show)):
         if double := next((name for name in names if names.count(name) > 1), None):
-            yield f"{option} {double!r} is given twice; give it once"
+            yield f"{option} {shown(double)} is given twice; give it once"
     if spec.alone and not spec.column:
         yield "--alone shows single cells, but no --column is given; name the columns to check"
     if spec.alone and spec.show:
@@ -130,7 +130,7 @@ def _faults_of_answers(spec: Spec) -> Iterator[str]:
         listed = ", ".join(map(repr, spec.choice))
         yield f"--choice is given as {listed}; each choice must be given once, and must not be empty"
     if len(spec.choice) == 1:
-        yield f"--choice {spec.choice[0]!r} is the only one; give at least two"
+        yield f"--choice {shown(spec.choice[0])} is the only one; give at least two"
     if spec.max_tokens is not None and spec.scored:
         generate = ", or give --generate" if spec.yes_no else ""
         yield f"--max-tokens has no effect, as the known answers are scored; leave it out{generate}"

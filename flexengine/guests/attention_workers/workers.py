@@ -248,7 +248,9 @@ def address_of(text: str) -> tuple[str, int]:
     """Return host and port of text such as 10.0.0.2:29600. Raise InvalidInput if it is no such text."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InvalidInput(f"{text!r} is no address of an attention worker; give HOST:PORT, such as 10.0.0.2:29600")
+        raise InvalidInput(
+            f"{shown(text)} is no address of an attention worker; give HOST:PORT, such as 10.0.0.2:29600"
+        )
     return host.strip("[]"), int(port)
 
 

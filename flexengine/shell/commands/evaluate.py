@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.job.files import check_not_overwritten
 from flexengine.shell.commands import openers
 from flexengine.shell.commands import options as common
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     runs, folder = runs_of(args.model, args.run), Path(args.output)
     if wrong := next((each for each in runs if each.dtype not in (None, *common.DTYPES)), None):
         known = ", ".join(common.DTYPES)
-        raise InvalidInput(f"--run {wrong.name}: dtype is {wrong.dtype!r}; it must be one of {known}")
+        raise InvalidInput(f"--run {wrong.name}: dtype is {shown(wrong.dtype)}; it must be one of {known}")
     runs = [replace(each, dtype=each.dtype or args.dtype) for each in runs]
     scenarios = [build(scenario) for scenario in load(args.scenario)]
     _check_folder(folder, scenarios)

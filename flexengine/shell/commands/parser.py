@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flexengine import __version__
-from flexengine.errors import InvalidInput, meant
+from flexengine.errors import InvalidInput, meant, shown
 from flexengine.job.prompt_template import typed_escape
 from flexengine.shell.commands.habits import correct
 from flexengine.shell.commands.main import COMMANDS
@@ -163,7 +163,7 @@ class Parser(argparse.ArgumentParser):
             hint = _plain(message)
             if message.startswith(unknown):
                 word = message.removeprefix(unknown).split()[0]
-                hint = f"{word!r} is one argument too many"
+                hint = f"{shown(word)} is one argument too many"
                 if word.startswith("-"):
                     hint = f"there is no option {word}{_nearest(word.partition('=')[0], list(known))}"
             hint += f"; {self.prog} --help lists the options"
@@ -209,13 +209,13 @@ class Parser(argparse.ArgumentParser):
         name = _long(action)
         if action.nargs == 0:
             if not isinstance(value, bool):
-                self.error(f"{key} is {value!r}; it must be true or false")
+                self.error(f"{key} is {value!r:.80}; it must be true or false")
             return [name] if value else []
         values = value if isinstance(value, list) else [value]
         if len(values) != 1 and not isinstance(action, argparse._AppendAction):
             self.error(f"{key} is a list; it must be one value")
         if any(isinstance(one, (bool, dict, list)) for one in values):
-            self.error(f"{key} is {value!r}; it must be text or a number")
+            self.error(f"{key} is {value!r:.80}; it must be text or a number")
         return [f"{name}={one}" for one in values]
 
 

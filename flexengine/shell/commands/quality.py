@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__, texts
-from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
+from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput, shown
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
 from flexengine.model.tokenizer import excerpts
 from flexengine.shell.commands import openers
@@ -76,7 +76,7 @@ def _several(values: Sequence[str]) -> Callable[[str], list[str]]:
 
     def split(text: str) -> list[str]:
         if wrong := [one for one in text.split(",") if one not in values]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not known; choose from {', '.join(values)}")
+            raise argparse.ArgumentTypeError(f"{shown(wrong[0])} is not known; choose from {', '.join(values)}")
         return text.split(",")
 
     return split
@@ -86,7 +86,7 @@ def _several_shares(text: str) -> list[float]:
     try:
         return [float(one) for one in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas, such as 0.1,0.25") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be numbers with commas, such as 0.1,0.25") from None
 
 
 # Text.
