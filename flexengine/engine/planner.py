@@ -1,6 +1,7 @@
 """Planning for a model on a machine: a search for the policy, with rates that are measured for long jobs."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -198,7 +199,8 @@ class Planner:
         """
         facts, rates, measure = self.opened.facts, self.rates, known is None
         known = known or rates.known()
-        options = replace(options or Options(), overlap=self.overlap, stores=self.alone)
+        options = replace(options or Options(), overlap=self.overlap)
+        options = options if self.alone else replace(options, stores_from=math.inf)
         with activity("planning", "searching the policy with the shortest predicted time"):
             found = search(facts, known, workload, options)
             if not measure or found.best.seconds < MIN_QUICK_SECONDS:

@@ -16,32 +16,40 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, View
 from flexengine.worker.open_model import OpenModel
 
-SEQUENCES, PAST = (64, 16, 8, 1), 15  # of the gpu_batch; cached tokens of each sequence
+SEQUENCES, PAST = (1, 8, 16, 64), 15  # of the gpu_batch; cached tokens of each sequence
 WARM, PASSES, SECONDS = 2, 10, 0.12  # passes that do not count: the first finds which layers follow each other
 
 
 @torch.no_grad()
-def measure_fused(opened: OpenModel, machine: Machine) -> dict[str, Table]:
-    """Return `Hardware.fused` of the model; {} if modules compute layers, or memory is short. Takes about half a
-    second. Afterwards the modules have their previous parameters."""
+def measure_fused(opened: OpenModel, machine: Machine, bound: int | None = None) -> dict[str, Table]:
+    """Return `Hardware.fused` of the model, in about half a second; {} if modules compute layers, or memory is short.
+
+    Args:
+        bound: number of first layers that have weights. None binds random weights to the modules, which afterwards
+            have their previous parameters.
+    """
     facts, points = opened.facts, list[tuple[float, float]]()
     names = [facts.signature(j) for j in range(len(facts.layers))]
-    with suppress(OutOfMemory), unnoticed(machine), random_weights(opened.skeleton, names, opened.held, machine) as n:
-        for sequences in SEQUENCES if n else ():
-            trial, took = PassTrial(opened.skeleton, machine, sequences, recycles=True), list[float]()
-            with AttentionTrial(facts, machine, opened.dtype).cache(n, sequences, PAST, 1) as (cache, view):
-                end = time.perf_counter() + SECONDS
-                while len(took) < WARM + PASSES and (len(took) <= WARM or time.perf_counter() < end):
-                    seconds = _pass(trial, n, cache, view)
-                    trial.end()
-                    if seconds is None:
-                        return {}
-                    took.append(seconds)
-            points.append((float(sequences), median(took[WARM:]) / n))
-        if points:
-            numbers, each = zip(*reversed(points), strict=True)
-            return dict.fromkeys(names[:n], tuple(zip(numbers, without_falls(each), strict=True)))
-    return {}
+    if bound is None:
+        with unnoticed(machine), random_weights(opened.skeleton, names, opened.held, machine) as n:
+            return measure_fused(opened, machine, n)
+    attention = AttentionTrial(facts, machine, opened.dtype)
+    for sequences in SEQUENCES if bound and facts.joins else ():
+        trial, took = PassTrial(opened.skeleton, machine, sequences, recycles=True), list[float]()
+        with suppress(OutOfMemory), attention.cache(bound, sequences, PAST, 1) as (cache, view):
+            end = time.perf_counter() + SECONDS
+            while len(took) < WARM + PASSES and (len(took) <= WARM or time.perf_counter() < end):
+                seconds = _pass(trial, bound, cache, view)
+                trial.end()
+                if seconds is None:
+                    return {}
+                took.append(seconds)
+            points.append((float(sequences), median(took[WARM:]) / bound))
+    if not points:
+        return {}
+    numbers, each = zip(*points, strict=True)
+    table = tuple(zip(numbers, without_falls(each), strict=True))
+    return dict.fromkeys(map(facts.fused_signature, names[:bound]), table)
 
 
 def _pass(trial: PassTrial, bound: int, cache: Cache, view: View) -> float | None:

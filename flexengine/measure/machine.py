@@ -28,7 +28,7 @@ from flexengine.model.tokenizer import Stops
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.rates import assumed
+from flexengine.plan.rates import assumed, knows_fused
 from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -82,12 +82,12 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
     with noticing():
         if not knows_products(hardware, facts):
             with measuring("this model's layers", "model", "10 s"):
-                found["layers"], found["heads"] = measure_model(opened.skeleton, facts, opened.held, machine)
+                found |= measure_layers(opened, machine)
         if not knows_attention(hardware, facts):
             with measuring("this model's attention", "model", "2 s for each shape"):
                 found["attention"] = {**measure_attention(opened, machine)}
-        if found["layers"]:
-            found["fused"] = {**measure_fused(opened, machine)}
+        if not found["layers"] and not knows_fused(hardware, facts):
+            found["fused"] = measure_fused(opened, machine)
         if not knows_blocks(hardware, facts):
             with measuring("records of this model's neurons", "model", "10 s"):
                 found["blocks"] = {**resolve_name(RECORDS)(opened, machine)}
@@ -97,6 +97,14 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
         if name not in hardware.delegation and (lost := measure_delegation(opened, machine)) is not None:
             found["delegation"] = {name: lost}
     return {**found}
+
+
+def measure_layers(opened: OpenModel, machine: Machine, quick: bool = False) -> dict[str, Any]:
+    """Return `Hardware.layers`, `heads` and `fused` of the model, which share random weights."""
+    fused = dict[str, Any]()
+    layers, heads = measure_model(opened.skeleton, opened.facts, opened.held, machine, quick=quick,
+                                  also=lambda bound: fused.update(measure_fused(opened, machine, bound)))  # fmt: skip
+    return {"layers": layers, "heads": heads, "fused": fused}
 
 
 def measure_quickly(
@@ -159,17 +167,16 @@ def quick_model(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict
     found: dict[str, Any] = {}
     hardware = replace(hardware, quick=())  # what was measured briefly is not measured so again
     if not knows_products(hardware, opened.facts):
-        times = measure_model(opened.skeleton, opened.facts, opened.held, machine, quick=True)
-        found["layers"], found["heads"] = times
-        if not times[0]:
+        found = measure_layers(opened, machine, quick=True)
+        if not found["layers"]:
             found["products"] = measure_forms(machine, opened, hardware.products)
             name, guess = str(opened.dtype).removeprefix("torch."), assumed(machine.kind, machine.capacity).products
             if hardware.products.get(name) == guess.get(name):
                 found["products"][name] = quick_products(machine, opened.dtype, opened.dtype)
     if not knows_attention(hardware, opened.facts):
         found["attention"] = {**measure_attention(opened, machine, quick=True)}
-    if found.get("layers"):
-        found["fused"] = {**measure_fused(opened, machine)}
+    if not found.get("layers") and not knows_fused(hardware, opened.facts):
+        found["fused"] = measure_fused(opened, machine)
     if not knows_blocks(hardware, opened.facts):
         found["blocks"] = {**resolve_name(RECORDS)(opened, machine, quick=True)}
     return found

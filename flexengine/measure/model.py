@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -46,17 +46,20 @@ def measure_model(
     machine: Machine,
     most_tokens: int = 2048,
     quick: bool = False,
+    also: Callable[[int], None] = lambda bound: None,
 ) -> tuple[dict[str, Table], dict[str, Table]]:
     """Return tables as in `Hardware.layers` and `Hardware.heads`: seconds of a layer by tokens, without its attention,
     and seconds of logits and greedy tokens by rows, including the part of a pass before its first layer. Entries that
     do not fit in memory or in the time are missing. Takes about ten seconds, or one if `quick`. Afterwards the modules
-    have their previous parameters. held: dtype of each parameter on the device. most_tokens: of a gpu_batch."""
+    have their previous parameters. held: dtype of each parameter on the device. most_tokens: of a gpu_batch. also:
+    called with the number of first layers that have random weights, while these are bound."""
     among, layer_seconds, head_seconds = QUICK if quick else (TOKENS, LAYER_SECONDS, HEAD_SECONDS)
     with torch.no_grad():
         names = [facts.signature(j) for j in range(len(facts.layers))]
         with unnoticed(machine), random_weights(skeleton, names, held, machine) as bound:
             tokens = [n for n in among if n <= most_tokens]
             times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds) if bound else {}
+            also(bound)
         layers: dict[str, Table] = {}
         for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
             points = [(float(n), times[n][name]) for n in sorted(times) if name in times[n]]

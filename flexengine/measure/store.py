@@ -231,7 +231,6 @@ def corrected(
 
     return replace(
         hardware, corrected=now, layers=stretched(hardware.layers), heads=stretched(hardware.heads),
-        fused=stretched(hardware.fused),
         links={lane: _times(table, 1 / more.get(lane, 1.0)) for lane, table in hardware.links.items()},
         blocks={name: {what: _times(table, 1 / more.get(name, 1.0)) for what, table in tables.items()}
                 for name, tables in hardware.blocks.items()},

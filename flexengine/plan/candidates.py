@@ -44,7 +44,7 @@ class Options:
     overlap: bool = True  # as in `Cost`
     block: int | None = None  # most sequences alive, None for MAX_BLOCK_SIZE
     frontier: bool = False  # whether to collect slower policies with less latency too
-    stores: bool = True  # whether a long job stores results often, as in `search`
+    stores_from: float = 600.0  # jobs of at least these seconds store results often, as in `search`
 
 
 @dataclass

@@ -208,6 +208,15 @@ class ModelFacts:
         shape = (self.kind, self.hidden, self.width, self.heads, self.kv_heads, self.head_dim, self.itemsize)
         return f"{self.kind or 'layer'} {hashlib.sha256(repr((shape, self.active, tensors)).encode()).hexdigest()[:16]}"
 
+    @property
+    def joins(self) -> bool:
+        """Return whether one call of kernels may compute several layers with this KV cache, as `Cache.paged` says."""
+        return self.topk is None and not self.centred
+
+    def fused_signature(self, layer: str) -> str:
+        """Return the key of `Hardware.fused`. layer: signature of a layer."""
+        return f"{layer} with {self.attention_signature()}"
+
     def attention_signature(self, window: int | None = None) -> str:
         """Return the key of `Hardware.attention`: equal for layers whose attention runs at equal rates.
 

@@ -185,14 +185,18 @@ class Rates:
         in their attention."""
         return np.asarray(sum(times * curve(tokens) for curve, times in self.joined))
 
+    def fused_table(self, layer: str) -> Table:
+        """Return `Hardware.fused` of layers of a signature, lengthened as jobs showed; () if there is none."""
+        points = self.hardware.fused.get(self.model.fused_signature(layer), ()) if self.model.joins else ()
+        return _corrected(self.hardware, layer, points)
+
     @cached_property
     def joined(self) -> list[tuple[Curve, int]]:
-        """By kind of layer, the curve of `fused`, and number of such layers; [] if it was not measured, or if chosen
-        values are attended to. Beyond the measured sequences as much time is saved as at the most of them."""
+        """By kind of layer, the curve of `fused`, and number of such layers; [] if it was not measured for this KV
+        cache. Beyond the measured sequences as much time is saved as at the most of them."""
         call, found = self.calls / max(1, len(self.model.layers)), list[tuple[Curve, int]]()
         for name, (curve, times) in self.layers.items():
-            points = self.hardware.fused.get(name, ())
-            if not points or self.model.topk is not None:
+            if not (points := self.fused_table(name)):
                 return []
             most, seconds = points[-1]
             saved = curve.one(most) + call - seconds
@@ -322,7 +326,13 @@ def timed(hardware: Hardware, model: ModelFacts) -> bool:
     """Return whether this model's own layers, head, attention and records were measured on this machine."""
     records = {block.signature for block in model.blocks if block and not block.experts}
     known = {*hardware.layers, *hardware.heads, *hardware.attention, *hardware.blocks}
-    return known >= model.signatures | records
+    return known >= model.signatures | records and knows_fused(hardware, model)
+
+
+def knows_fused(hardware: Hardware, model: ModelFacts) -> bool:
+    """Return whether calls for several layers were measured with the model's KV cache, or with none at all."""
+    layers = [name for name in model.signatures if any(key.startswith(name) for key in hardware.fused)]
+    return not model.joins or {*hardware.fused} >= {*map(model.fused_signature, layers)}
 
 
 def origin(hardware: Hardware, model: ModelFacts) -> str:

@@ -28,9 +28,9 @@ from flexengine.plan.workload import Workload
 KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
 MOST_SHARE = 0.95  # workers are used if the job takes at most this share of its seconds without them
 MIN_SPARSE_LOSS = 1.03  # a job that sparse attention makes longer by this factor has a warning
-# Of a job of MIN_LONG_SECONDS, at most the share MAX_AT_STAKE passes without a result, if that takes at most MAX_LONGER
-# times the shortest predicted seconds.
-MIN_LONG_SECONDS, MAX_AT_STAKE, MAX_LONGER = 600.0, 0.1, 1.03
+# Of a long job (`Options.stores_from`), at most the share MAX_AT_STAKE passes without a result, if that takes at most
+# MAX_LONGER times the shortest predicted seconds.
+MAX_AT_STAKE, MAX_LONGER = 0.1, 1.03
 MIN_FIRST_SECONDS = 30.0  # a job whose first row ends later says when
 MIN_LOAD_SECONDS = 10.0  # shorter loading of resident weights is accepted without trying to stream them
 
@@ -44,7 +44,7 @@ class Search:
 
 
 def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: Options | None = None) -> Search:
-    """Return the policy with which the job ends first, or hardly later if results then come often (`_storing`).
+    """Return the policy with which the job ends first, or hardly later if results then come often (`storing`).
 
     Raises:
         TooLittle: no policy fits; the error says how much memory is enough.
@@ -103,7 +103,7 @@ def _best(tried: Candidates) -> Prediction:
         unit = 10.0 ** (math.floor(math.log10(best.latency)) - 3)
         least = f"{math.ceil(best.latency / unit - 1e-9) * unit:.4g}"  # rounded up
         raise InvalidInput(f"latency limit is {limit} s; the least found here is {least} s, set the limit higher")
-    return _storing(tried, best)
+    return storing(tried.predictions.values(), best, tried.options)
 
 
 def _try_blocks(tried: Candidates, on_device: bool) -> bool:
@@ -212,17 +212,17 @@ def _without_workers(tried: Candidates, best: Prediction) -> Prediction:
     return other if best.total_seconds > MOST_SHARE * other.total_seconds else best
 
 
-def _storing(tried: Candidates, best: Prediction) -> Prediction:
+def storing(among: Iterable[Prediction], best: Prediction, options: Options) -> Prediction:
     """Return the fastest policy that stores results of a long job often (MAX_AT_STAKE) and costs little, or `best`.
 
     A job that is killed loses the work on rows that have not ended.
     """
-    if not tried.options.stores or best.total_seconds < MIN_LONG_SECONDS or best.at_stake <= MAX_AT_STAKE:
+    if best.total_seconds < options.stores_from or best.at_stake <= MAX_AT_STAKE:
         return best
-    latency, seconds = tried.options.latency_limit or math.inf, MAX_LONGER * best.total_seconds
+    latency, seconds = options.latency_limit or math.inf, MAX_LONGER * best.total_seconds
     often = [
         p
-        for p in tried.predictions.values()
+        for p in among
         if p.at_stake <= MAX_AT_STAKE
         and p.total_seconds <= seconds
         and p.latency <= latency

@@ -292,7 +292,8 @@ def test_a_model_in_other_formats_is_measured_on_a_machine_that_was_measured(
             engine.plan(work)
             known = engine.planner.rates.known()
             assert origin(known, engine.facts) == "measured, this model briefly"
-            assert engine.facts.signatures == {*known.quick} == {*known.layers, *known.heads, *known.attention}
+            assert engine.facts.signatures == {*known.layers, *known.heads, *known.attention}
+            assert {*known.quick} == {*engine.facts.signatures, *known.fused}
     assert len(moments) == 1
 
 
@@ -327,7 +328,7 @@ def test_what_did_not_fit_is_measured_when_it_does(families: Any, moments: list[
                     patch.setattr("flexengine.measure.machine.measure_model", lambda *_, **__: ({}, {}))
                 engine.planner.rates.measure_quickly()
             known = engine.planner.rates.known()
-            assert {*known.quick} == {*known.layers, *known.heads, *known.attention}
+            assert {*known.quick} == {*known.layers, *known.fused, *known.heads, *known.attention}
             assert timed(known, engine.facts) == fits
     assert len(moments) == 2
 

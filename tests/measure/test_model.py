@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine import Engine, Policy, SamplingParams
-from flexengine.measure import attention, fused, model
+from flexengine import Engine, Lossy, Policy, SamplingParams
+from flexengine.measure import attention, fused, machine, model
 from flexengine.model.skeleton import Skeleton
-from tests.helpers.measuring import books
+from flexengine.plan.facts import ModelFacts
+from tests.helpers.measuring import books, hardware
 
 # One model.
 
@@ -51,22 +52,58 @@ def test_model(families: Any, tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "native"), [("llama", True), ("qwen3-moe", False)])
-def test_layers_in_one_call(families: Any, tmp_path: Path, family: str, native: bool) -> None:
-    """Only kernels compute several layers in one call, faster than modules compute them with no attention at all."""
+def test_layers_in_one_call(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, native: bool
+) -> None:
+    """Only kernels compute several layers in one call, faster than modules compute them with no attention at all. Both
+    are measured with the same random weights."""
     known = families(family)
+    monkeypatch.setattr(fused, "random_weights", None)
     with Engine(known.directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
-        opened, machine = engine.core.opened, engine.core.machine
-        before, booked = held_by(opened.skeleton), books(machine)
+        opened = engine.core.opened
+        before, booked = held_by(opened.skeleton), books(engine.core.machine)
         names = {opened.facts.signature(j) for j in range(4)}
-        tables = fused.measure_fused(opened, machine)
-        assert (held_by(opened.skeleton), books(machine)) == (before, booked)
-        assert set(tables) == (names if native else set())
-        layers, _ = model.measure_model(opened.skeleton, opened.facts, opened.held, machine, 64)
-        for name, table in tables.items():
+        tables = machine.measure_layers(opened, engine.core.machine, quick=True)
+        assert (held_by(opened.skeleton), books(engine.core.machine)) == (before, booked)
+        assert set(tables["layers"]) == names
+        assert set(tables["fused"]) == ({opened.facts.fused_signature(name) for name in names} if native else set())
+        for key, table in tables["fused"].items():
             assert [x for x, _ in table] == sorted(fused.SEQUENCES)
-            assert 0 < dict(table)[1] < dict(layers[name])[1]
+            assert 0 < dict(table)[1] < dict(tables["layers"][key.partition(" with ")[0]])[1]
         results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
         assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
+
+
+@pytest.mark.parametrize("lossy", [{"cache": "int8"}, {"cache": "int4"}, {"sparse_attention": 0.5}])
+def test_caches_of_layers_in_one_call(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lossy: dict[str, Any]
+) -> None:
+    """`ModelFacts.joins` says what calls for several layers do."""
+    directory = families("llama").directory
+    with Engine(directory, policy=Policy(), lossy=Lossy(**lossy), device="cpu", offload_dir=tmp_path) as engine:
+        joins = engine.facts.joins
+        monkeypatch.setattr(ModelFacts, "joins", True)
+        monkeypatch.setattr(fused, "SEQUENCES", (2,))
+        monkeypatch.setattr(fused, "PASSES", 1)
+        assert bool(fused.measure_fused(engine.core.opened, engine.core.machine)) == joins
+
+
+def test_another_cache_is_measured_alone(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are known for one format of the KV cache are measured in calls for several with each other one."""
+    with Engine(families("llama").directory, policy=Policy(), device="cpu") as engine:
+        opened: Any = SimpleNamespace(facts=engine.facts)
+    asked = list[str]()
+    for name in ("measure_layers", "measure_attention"):
+        monkeypatch.setattr(machine, name, lambda *_, name=name, **__: asked.append(name) or {"layers": {"a": 1}})
+    monkeypatch.setattr(machine, "measure_fused", lambda *_: asked.append("measure_fused") or {})
+    facts, table = engine.facts, ((1.0, 1e-3),)
+    name, heads, attended = facts.signature(0), {facts.head_signature: table}, {facts.attention_signature(): {}}
+    known = hardware(layers={name: table}, heads=heads, attention=attended)
+    for tables in ({}, {facts.fused_signature(name): table}, {f"{name} with other": table}):
+        machine.quick_model(replace(known, fused=tables), None, opened)  # type: ignore[arg-type]
+    assert asked == ["measure_fused"]
+    machine.quick_model(hardware(), None, opened)  # type: ignore[arg-type]
+    assert asked == ["measure_fused", "measure_layers", "measure_attention"]
 
 
 def test_random_weights(families: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.loading import LOAD_BYTES
 from flexengine.plan.problem import phases as phases_of
-from flexengine.plan.rates import Attention, Curve, Rates
+from flexengine.plan.rates import Attention, Curve, Rates, knows_fused
 from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -161,10 +161,24 @@ def test_layers_of_one_call_are_faster_where_all_is_on_the_device(away: str | No
     known = replace(FLAT, layers={name: ((1, 1e-3), (1000, 1.0))})
     apart, fused = (
         Cost(model, replace(known, fused=table), work).predict(lay_out(model, policy, work, FLAT.capacity))
-        for table in ({}, {name: ((1.0, 5e-4), (20.0, 1e-2))})
+        for table in ({}, {model.fused_signature(name): ((1.0, 5e-4), (20.0, 1e-2))})
     )
     saved = 7 * 2 * 2 * 11 * 10 * 5e-4 if away is None else 0.0
     assert apart.busy["device"] - fused.busy["device"] == pytest.approx(saved, rel=1e-6)
+
+
+def test_layers_of_one_call_are_priced_with_the_cache_that_was_measured() -> None:
+    """Not with other formats, which are then not known, and never with one whose attention is computed apart."""
+    model = opt(7, 2048, 32)
+    name, table = model.signature(0), ((1.0, 5e-4), (20.0, 1e-2))
+    coded = replace(model, kv_form="int8", kv_kept=99)
+    apart = [replace(model, kv_form="int4", centred=True), replace(model, topk=0.1)]
+    known = replace(FLAT, fused={name: table, **{m.fused_signature(name): table for m in (model, *apart)}})
+    assert {m.signature(0) for m in (coded, *apart)} == {name}
+    assert [bool(Rates.of(m, known).joined) for m in (model, coded, *apart)] == [True, False, False, False]
+    assert [knows_fused(known, m) for m in (model, coded, *apart)] == [True, False, True, True]
+    assert knows_fused(FLAT, model)  # modules compute these layers, or memory was short
+    assert not knows_fused(replace(FLAT, fused={name: table}), model)  # stored without a format
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 3.0, 5.0])
@@ -175,8 +189,9 @@ def test_a_layer_in_one_call_is_corrected_like_others(factor: float, tokens: flo
     name, shape = model.signature(0), model.attention_signature(None)
 
     def rates(by: float) -> Rates:
-        layers, fused = ({name: tuple((x, by * y) for x, y in points)} for points in (alone, together))
-        return Rates.of(model, replace(FLAT, layers=layers, fused=fused, attention={shape: {"call": ((1, 4e-4),)}}))
+        layers, fused = {name: tuple((x, by * y) for x, y in alone)}, {model.fused_signature(name): together}
+        known = replace(FLAT, layers=layers, fused=fused, attention={shape: {"call": ((1, 4e-4),)}})
+        return Rates.of(model, replace(known, corrected={name: by}))
 
     alone, together = ((1, 3e-4), (64, 4e-4), (512, 2e-3)), ((1, 2e-4), (64, 3e-4))
     assert float(rates(factor).fused(tokens)) == pytest.approx(factor * float(rates(1.0).fused(tokens)))

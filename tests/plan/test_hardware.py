@@ -101,6 +101,7 @@ _TABLES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "products float16": lambda v: {"products": {"float16": v}},
     "layers some": lambda v: {"layers": {"some": v}},
     "heads some": lambda v: {"heads": {"some": v}},
+    "fused some": lambda v: {"fused": {"some": v}},
 }
 
 
@@ -134,7 +135,7 @@ def test_nothing_at_all_is_refused(name: str) -> None:
     _refuses(dict(GPU, **{name: 0}), f"{name} is 0; it must be a positive number")
 
 
-@pytest.mark.parametrize("name", ["links", "products", "layers", "heads", "crosstalk"])
+@pytest.mark.parametrize("name", ["links", "products", "layers", "fused", "heads", "crosstalk"])
 @pytest.mark.parametrize("value", [None, [], 3, "x"])
 def test_objects_are_refused(name: str, value: Any) -> None:
     _refuses(dict(GPU, **{name: value}), f"{name} is {'null' if value is None else repr(value)}; it must be an object")

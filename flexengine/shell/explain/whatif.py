@@ -22,7 +22,7 @@ from flexengine.plan.formatting import size
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.min_memory import planned
 from flexengine.plan.rates import Rates
-from flexengine.plan.search import search
+from flexengine.plan.search import MAX_AT_STAKE, search, storing
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares, thousandths
 
@@ -96,6 +96,9 @@ def helps(
     """
     before, began, longest = prediction.total_seconds, now(), 0.0
     options = options or Options()
+    # One rule chooses blocks before and after a change, even if the job becomes shorter than `stores_from`.
+    often = before >= options.stores_from and prediction.at_stake <= MAX_AT_STAKE
+    options = replace(options, stores_from=0.0 if often else math.inf)
     quick = [(c, _seconds_nearby(c, workload, prediction, options)) for c in changes(model, hardware, prediction)]
     result = []
     for change, bound in sorted(quick, key=lambda pair: pair[1]):
@@ -207,14 +210,14 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
     timed = Rates.of(_coded(model), hardware) if "int4" in hardware.products else rates
     first = {model.signature(j): j for j in reversed(range(len(model.layers)))}
     layers = {other.signature(j): tuple((x, timed.one_layer(j, x)) for x in _TOKENS) for j in first.values()}
-    fused = {other.signature(j): hardware.fused[name] for name, j in first.items() if name in hardware.fused}
+    tables = {other.fused_signature(other.signature(j)): rates.fused_table(name) for name, j in first.items()}
     heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)} if other.output else {}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
         hardware,
         layers={**hardware.layers, **layers},
         heads={**hardware.heads, **heads},
-        fused={**hardware.fused, **fused},
+        fused={**hardware.fused, **{name: table for name, table in tables.items() if table}},
         streaming={**hardware.streaming, **streaming},
         delegation={**hardware.delegation, other.signature(0): rates.delegated},
     )
@@ -230,12 +233,14 @@ def _seconds_nearby(change: Change, workload: Workload, prediction: Prediction, 
     """
     cost = Cost(change.model, change.hardware, workload, options.overlap)
     capacity = planned(change.hardware.capacity)
-    seconds, limit = [math.inf], options.latency_limit
+    found, limit = list[Prediction](), options.latency_limit
     for policy in dict.fromkeys(_neighbours(change, workload, prediction.policy)):
         similar = cost.of(policy, capacity)
         if similar is not None and (limit is None or similar.latency <= limit):
-            seconds.append(similar.total_seconds)
-    return min(seconds)
+            found.append(similar)
+    if not found:
+        return math.inf
+    return storing(found, min(found, key=attrgetter("total_seconds")), options).total_seconds
 
 
 def _neighbours(change: Change, workload: Workload, policy: Policy) -> Iterator[Policy]:

@@ -1,6 +1,7 @@
 """The planner's text: its numbers are compared with the records and with arithmetic written here."""
 
 import itertools
+import math
 import re
 import sys
 from dataclasses import replace
@@ -9,17 +10,22 @@ from typing import Any
 
 import pytest
 
+from flexengine import shipped
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import TIERS
 from flexengine.plan import formatting
+from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import NeuronFacts
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import frontier, plan_line, search
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.shell.explain import picture, whatif
 from flexengine.shell.explain import text as explain
 from tests.helpers.explained import CPU, GPU, MIXED, WORK, in_bytes, model, predicted, told, toy_search
+from tests.helpers.plans import opt
 
 # Numbers.
 
@@ -167,6 +173,20 @@ def test_twice_the_link_is_twice_as_fast_where_all_wait_for_it() -> None:
     assert all(h.ratio >= 1.03 and h.searched for h in found)
     assert not any(h.label.startswith(("disk", "4-bit")) for h in found)
     assert any(h.label == "+62.9 MB device memory" for h in found)
+
+
+@pytest.mark.parametrize("budget", [math.inf, -1.0])
+def test_help_counts_no_larger_block_whose_results_come_late(budget: float) -> None:
+    """A long job has smaller blocks than the fastest. The changed job has, too, also if it takes under ten minutes."""
+    file = shipped.find("hardware", "cpu-2core_24gb")
+    roomy, facts = replace(Hardware.load(file), device_bytes=1 << 40), opt(12, 768, 12, 4096)
+    work = Workload({(512, 128): 1000})
+    best = search(facts, roomy, work).best
+    assert 600 < best.total_seconds < 1200
+    same = whatif.Change("none", facts, roomy)
+    assert whatif._seconds_nearby(same, work, best, Options()) == pytest.approx(best.total_seconds, rel=1e-6)
+    found = whatif.helps(facts, roomy, work, best, budget=budget)
+    assert [(h.label, h.ratio <= 2) for h in found] == [("CPU twice as fast", True)]
 
 
 def test_when_time_is_up_the_rest_is_a_lower_bound() -> None:
