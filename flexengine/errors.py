@@ -243,14 +243,33 @@ def shown(value: object) -> str:
         text = f"{json_kind(value)} too long to print"
     except Exception:  # of the value's own method
         text = _typed(value)
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # half a surrogate pair cannot be printed
-    return text if len(text) <= 80 else f"{text[:76]} ..."
+    return cut(text)
 
 
-def named(names: Iterable[object], most: int = 30) -> str:
-    """Return names as text for a message; of more than `most`, the first ones and the number of the others."""
-    known = [name if len(name) <= 80 else f"{name[:76]} ..." for name in map(str, names)]
-    return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
+def cut(text: str, most: int = 80) -> str:
+    """Return a text for a message, at most `most` characters. Halves of surrogate pairs, which cannot be printed, are
+    escaped."""
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+_MOST_LISTED, _MOST_NAME = 12, 100  # names in a message, and characters of each
+
+
+def listed(names: Iterable[object], quoted: bool = False, last: str = " and ") -> str:
+    """Return names as text, such as "a, b and c". Long names are cut; of many the first are named, and the number of
+    others. quoted: write them in quotation marks. last: text before the last name."""
+    given = list(map(str, names))
+    most = len(given) if len(given) <= _MOST_LISTED + 1 else _MOST_LISTED
+    some = [shown(name) if quoted else cut(name, _MOST_NAME) for name in given[:most]]
+    if most < len(given):
+        some, last = [*some, f"{len(given) - most:,} others"], " and "
+    return f"{', '.join(some[:-1])}{last}{some[-1]}" if len(some) > 1 else "".join(some)
+
+
+def bracketed(names: Iterable[object]) -> str:
+    """Return names in quotation marks and brackets, as `listed` has them."""
+    return f"[{listed(names, True, ', ')}]"
 
 
 def _written(value: object) -> str:

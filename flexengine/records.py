@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
-from flexengine.errors import InvalidInput, json_fault, json_kind, meant, named, shown, size
+from flexengine.errors import InvalidInput, bracketed, json_fault, json_kind, meant, shown, size
 from flexengine.words import command_words, python_words
 
 T = TypeVar("T")
@@ -289,9 +289,7 @@ def known_fields(values: object, known: Collection[str], what: str) -> Mapping[s
     if unknown:
         name = meant(unknown[0], sorted(known))
         question = f"; did you mean {name}?" if name else ""
-        raise InvalidInput(
-            f"{what} has unknown fields [{named(map(repr, unknown))}]; it takes {sorted(known)}{question}"
-        )
+        raise InvalidInput(f"{what} has unknown fields {bracketed(unknown)}; it takes {sorted(known)}{question}")
     return values
 
 

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.errors import InvalidInput, blankness, named, shown
+from flexengine.errors import InvalidInput, blankness, listed, shown
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.delimiters import Remedies
 from flexengine.job.files import explained, whole_file
@@ -59,7 +59,7 @@ class FileTable:
 
     def known_columns(self) -> str:
         """Return the columns, for messages, and whether they seem to have another separator."""
-        return f"{named(self.columns)}{self.seeming and f': {self.seeming}'}"
+        return f"{listed(self.columns, last=', ')}{self.seeming and f': {self.seeming}'}"
 
     def as_arrow(self) -> Any:
         """Return the table as a pyarrow.Table. Cells that were not read by pyarrow become strings or floats."""
@@ -122,7 +122,9 @@ def read_table(name: str, what: str = "table", limit: int | None = None, delimit
             records = tuple(r._replace(fields={k: v for k, v in r.fields.items() if k}) for r in records)
         if "" in columns:
             raise InvalidInput(f"{what} {name} has a column without a name, number {columns.index('') + 1}; name it")
-        arrow = None if form in DELIMITERS else _whole(source).slice(0, limit)
+        arrow = None if form in DELIMITERS else _whole(source)
+        if arrow is not None:
+            arrow = (source.index.added_to(arrow) if source.index else arrow).slice(0, limit)
         seems = seeming(columns, source)
     return FileTable(str(path), form, columns, records, arrow, source.delimiter, seems)
 

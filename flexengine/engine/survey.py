@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, listed
 from flexengine.job.bounds import most_characters
 from flexengine.job.chats import chat_fault
 from flexengine.job.row_fields import MOST_NAMES, meant_field, misspelt
@@ -276,7 +276,8 @@ class PromptReader:
             self._unused.update(new)
             if unused := [name for name in new if not re.search(rf"\b{re.escape(name)}\b", templates)]:
                 message(
-                    f"the model's chat template does not use {', '.join(unused)}, so it has no effect", logging.WARNING
+                    f"the model's chat template does not use {listed(unused, last=', ')}, so it has no effect",
+                    logging.WARNING,
                 )
 
     def survey(

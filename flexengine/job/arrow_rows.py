@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from flexengine.errors import cut
 from flexengine.job.foreign import OVERRIDES
 from flexengine.job.read_json import utf8_fault
 
@@ -77,7 +78,7 @@ def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) ->
     Args:
         texts: columns in which bytes are text. None reads bytes of every column as text if they are UTF-8.
     """
-    fault = next((f"column {n}: {first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
+    fault = next((f"column {cut(n)}: {first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
     for name, value in cells.items():
         if isinstance(value, bytes) and (texts is None or name in texts):
             wrong = utf8_fault(value)

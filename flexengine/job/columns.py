@@ -13,12 +13,12 @@ import numpy as np
 
 from flexengine.activity import message
 from flexengine.config import Result, SamplingParams
-from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault, shown
+from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, cut, json_fault, listed, shown
 from flexengine.job.arrow_rows import TableRow, record_of, records_of
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import VARIABLES
 from flexengine.job.results import finite
-from flexengine.job.row_fields import OPTIONS, data_columns, kept_name, listed, meant_field, misspelt
+from flexengine.job.row_fields import OPTIONS, data_columns, kept_name, meant_field, misspelt
 from flexengine.job.rows import PROMPT_KINDS, Row
 from flexengine.records import as_whole
 
@@ -82,10 +82,10 @@ def _check_columns(batch: object) -> None:
         )
     for name, column in batch.items():
         if isinstance(column, str | bytes | Mapping) or not hasattr(column, "__len__"):
-            raise InvalidInput(f"column {name} is {type(column).__name__}; it must be an array or a list")
+            raise InvalidInput(f"column {cut(str(name))} is {type(column).__name__}; it must be an array or a list")
     lengths = {name: len(column) for name, column in batch.items()}
     if len(set(lengths.values())) > 1:
-        raise InvalidInput(f"columns have the lengths {lengths}; all columns must have one length")
+        raise InvalidInput(f"columns have the lengths {shown(lengths)}; all columns must have one length")
 
 
 def rows_of(batch: Any, read: Sequence[str] = (*READ, *OPTIONS)) -> list[Row]:

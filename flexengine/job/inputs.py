@@ -20,6 +20,7 @@ from flexengine.errors import InvalidInput, meant, shown
 from flexengine.job.delimiters import OF_JOB, Remedies, delimiter_of, stated_delimiter
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
 from flexengine.job.packed import Bytes, unpacked
+from flexengine.job.pandas_index import RangeColumn
 from flexengine.job.row_fields import FieldNotes, RowRules
 from flexengine.job.rows import Row
 from flexengine.job.scan import InputScan, scan_of
@@ -135,7 +136,8 @@ class InputRows(AbstractContextManager["InputRows"]):
         """Return the counts of the whole input. The first call reads it once. Raise InvalidInput as `scan_of`."""
         if self._scan is None:
             digest = hashlib.sha256()
-            self._scan = scan_of(self.hashed(digest), digest, self, FieldNotes(self.rules, self._asked))
+            notes = FieldNotes(self.rules, self._asked, self._source.index)
+            self._scan = scan_of(self.hashed(digest), digest, self, notes)
         return self._scan
 
 
@@ -196,6 +198,7 @@ class InputFile:
         packing: how it is compressed: gzip, zstd or "".
         delimiter: the character between cells; "" if it is no table of text. A first line sep=; states it.
         memory, remedies: the arguments.
+        index: the `RangeColumn` of a table that pandas wrote, once it was read.
         taken: most bytes of memory that reading took so far: for rows of over _STEP bytes, by `row_memory`, and for
             another process that reads them.
     """
@@ -226,6 +229,7 @@ class InputFile:
         self.name, self.memory, self.remedies, self.taken = name, memory, remedies, 0
         self._counted = 0  # end of the last row whose memory was counted
         self._copy: Any = None
+        self.index: RangeColumn | None = None
         if name.is_dir():
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
         self.form, packed = _form_of(name, form, "jsonl" if delimiter is None else "csv", remedies)

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from flexengine.config import Completion, Result
-from flexengine.errors import InvalidInput, json_kind, shown
+from flexengine.errors import InvalidInput, bracketed, json_kind, shown
 from flexengine.job.chats import TOOLS, check_format, messages_of, tools_of, with_parsed_arguments
 from flexengine.job.foreign import FOREIGN, OVERRIDES
 from flexengine.job.rows import Row
@@ -70,7 +70,7 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     check_format(remaining)
     known = {**dict.fromkeys(_WITHOUT_EFFECT, ...), **_ONLY}
     if refused := sorted(name for name, value in remaining.items() if known.get(name) not in (..., value)):
-        raise InvalidInput(f"body has {refused}, which {url} does not support here; remove them")
+        raise InvalidInput(f"body has {bracketed(refused)}, which {url} does not support here; remove them")
     return request
 
 
@@ -102,7 +102,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
             message = {n: value for n, value in message.items() if n in _MESSAGE or value not in (None, [], {})}
             if unknown := sorted(set(message) - _MESSAGE):
                 known = ", ".join(sorted(_MESSAGE))
-                raise InvalidInput(f"messages[{number}] has {unknown}; a message may have {known}")
+                raise InvalidInput(f"messages[{number}] has {bracketed(unknown)}; a message may have {known}")
         own.append(with_parsed_arguments(message))
     tools = tools_of(body)
     for name in (TOOLS, "tool_choice", "parallel_tool_calls"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from flexengine.errors import InvalidInput, blankness, json_kind, named, shown
+from flexengine.errors import InvalidInput, blankness, cut, json_kind, listed, shown
 
 _BRACES = "write {{ and }} for braces that are text"
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template, beside text
@@ -55,7 +55,7 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
     if isinstance(value, str) and not lack:
         return value
     if not isinstance(value, bool | int | float):
-        raise InvalidInput(f"column {column} is {lack or json_kind(value)}; it must be text or a number")
+        raise InvalidInput(f"column {cut(column)} is {lack or json_kind(value)}; it must be text or a number")
     return json.dumps(value)
 
 
@@ -63,5 +63,5 @@ def unknown_column(name: str, known: Iterable[str]) -> str:
     """Return the fault of a template with a column that the input does not have."""
     bare = re.split(r"[:!.\[]", name)[0]  # as in {name:>9}
     braces = "" if re.fullmatch(r"[\w .-]+", name) else f"; {_BRACES}"
-    remedy = f"write {{{bare}}} alone" if bare in known else f"choose from {named(known)}{braces}"
+    remedy = f"write {{{cut(bare)}}} alone" if bare in known else f"choose from {listed(known, last=', ')}{braces}"
     return f"--template names the column {shown(name)}, which no row has; {remedy}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Set
 from pathlib import PurePath
 from typing import Any
 
-from flexengine.errors import InvalidInput, is_missing, shown
+from flexengine.errors import InvalidInput, cut, is_missing, shown
 from flexengine.job.rows import PROMPT_KINDS, is_series, one_of
 
 _LIBRARIES = {  # how each writes a column as a list, and a table as a file
@@ -46,15 +46,22 @@ def refuse_table(name: str, value: Any, file: bool = False) -> None:
     listing, writing = _LIBRARIES.get(type(value).__module__.partition(".")[0], _LIBRARIES[""])
     kind, frame = type(value).__name__, "df.collect()" if hasattr(value, "collect") else "df"
     if file:
-        writing = writing.replace("df", frame)
+        writing = "df.to_parquet('rows.parquet')" if _has_index(value) else writing.replace("df", frame)
         must = f"it must be the name of a file: write the table to one, such as {writing}, or give a column to generate"
         raise InvalidInput(f"{name} is a {kind}; {must}")
     names = list(getattr(value, "column_names", value.columns))
     column = next((each for each in ("prompt", "text", *names) if each in names), "prompt")
-    texts = f"{frame}[{column!r}].{listing}()"
+    texts = f"{frame}[{cut(repr(column))}].{listing}()"
     if name == "messages":
         texts = f'[[{{"role": "user", "content": text}}] for text in {texts}]'
     raise InvalidInput(f"{name} is a {kind} with columns {shown(list(map(str, names)))}; name the column: {texts}")
+
+
+def _has_index(table: Any) -> bool:
+    """Return whether a table has an index as pandas has it, that is not the default 0, 1, 2, ... without a name."""
+    index = getattr(table, "index", None)
+    names = list(getattr(index, "names", ()))
+    return bool(names) and (names, getattr(index, "start", None), getattr(index, "step", None)) != ([None], 0, 1)
 
 
 def remedy_of(name: str, value: Any) -> str:

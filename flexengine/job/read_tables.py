@@ -16,7 +16,7 @@ from unicodedata import category, normalize
 
 from flexengine.activity import message
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, json_fault, json_kind, meant, named, shown
+from flexengine.errors import InvalidInput, bracketed, cut, json_fault, json_kind, meant, shown
 from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line
 from flexengine.job.chats import TOOLS
@@ -37,6 +37,7 @@ _MESSAGES = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]")  # in JSON, or as 
 _SAMPLE = 100  # rows in which the column with the longest text is searched
 FURTHER = "further_cells"  # field with the cells of a row that has more than the header
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
+_LONGEST_NAME = 100  # characters of a column that is proposed
 _BEGINNING = 1000  # characters of a cell by which it is text or not
 _WORD = re.compile(r"[^\w/@]*([가-힣]|[^\W\d_]{2,})(['’\u200c\u200d-][^\W\d_]+)*[^\w/@]*")
 _NO_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]{2}")
@@ -61,22 +62,23 @@ def check_columns(
     """Raise InvalidInput if two columns share a name, none of the columns `wanted` exists, or one of the template does
     not. rows: those of the table, whose first are read for a proposal."""
     if double := sorted(name for name, count in Counter(columns).items() if count > 1):
-        which = f"named [{named(map(repr, double))}]; rename them" if double != [""] else "without a name; name them"
+        which = f"named {bracketed(double)}; rename them" if double != [""] else "without a name; name them"
         raise InvalidInput(f"input {source.name} has several columns {which}")
     if absent := [name for name in rules.columns if name not in columns]:
         seems = seeming(columns, source)
         raise InvalidInput(f"input {source.name}: {unknown_column(absent[0], columns)}{seems and f': {seems}'}")
     if rules.columns or set(wanted) & set(columns):
         return
-    lacks = f"input {source.name} has no column {' or '.join(wanted)}; its columns are [{named(map(repr, columns))}]"
+    lacks = f"input {source.name} has no column {' or '.join(map(cut, wanted))}; its columns are {bracketed(columns)}"
     if seems := seeming(columns, source):
         raise InvalidInput(f"{lacks}: {seems}")
     alike = [column for column in columns if column.lower() in PROMPT_KINDS]
     if alike and alike[0] in _AS_JSON and source.form in DELIMITERS and _first_cell(alike[0], rows)[:1] != "[":
         raise InvalidInput(f"{lacks}: {_texts_of(alike[0])}")
     guess = alike[0] if alike else longest_text(columns, islice(rows, _SAMPLE))
-    name = meant(rules.column, columns) if rules.column else guess
-    option = f"--prompt-column {quote(name or 'NAME')} (prompt_column={name or 'NAME'!r} in Python)"
+    name = (meant(rules.column, columns) if rules.column else guess) or ""
+    name = name if 0 < len(name) <= _LONGEST_NAME else "NAME"
+    option = f"--prompt-column {quote(name)} (prompt_column={name!r} in Python)"
     raise InvalidInput(f"{lacks}: name the one with the prompts: {option}, or make them of columns by --template")
 
 
@@ -255,7 +257,8 @@ def _whole(cell: str) -> int:
 def arrow_table(source: InputFile, texts: Container[str] | None) -> tuple[list[str], Iterator[TableRow]]:
     """Return the names of the columns of a Parquet or Arrow file, and its rows, which are read as they are iterated.
 
-    Values are those that JSON can hold (see `_plain`). Iterating raises InvalidInput if the file is damaged.
+    Values are those that JSON can hold (see `_plain`). A `RangeColumn` is the last column. Iterating raises
+    InvalidInput if the file is damaged.
 
     Args:
         texts: as for `record_of`.
@@ -268,10 +271,13 @@ def arrow_table(source: InputFile, texts: Container[str] | None) -> tuple[list[s
         raise InvalidInput(f'input {name}: reading .{form} files needs pyarrow; pip install "flexengine[parquet]"')
     found = table_rows(source, texts)
     try:
-        names = next(found)
+        names, source.index = next(found)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"input {name} cannot be read as .{form}: {first_line(error)}") from error
-    return names, _records(found, name)
+    if (index := source.index) is None:
+        return names, _records(found, name)
+    rows = _records(found, name)
+    return [*names, index.name], (r._replace(fields={**r.fields, index.name: index.value(r.line)}) for r in rows)
 
 
 def _records(found: Iterator[TableRow], name: Path) -> Iterator[TableRow]:

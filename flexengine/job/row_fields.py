@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flexengine.config import Result
-from flexengine.errors import InvalidInput, alike, named, shown
+from flexengine.errors import InvalidInput, alike, bracketed, cut, listed, shown
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import FOREIGN, NAMES_HERE, OVERRIDES
+from flexengine.job.pandas_index import RangeColumn
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 RESULTS = frozenset(f.name for f in fields(Result)) - {"prompt"}  # fields of an output row
@@ -79,10 +80,10 @@ class RowRules:
         elif self.score:
             prompt = {}
         elif self.column in own:
-            raise InvalidInput(f"{self.column} is null or NaN, but it is to hold the prompt; give a text")
+            raise InvalidInput(f"{cut(self.column)} is null or NaN, but it is to hold the prompt; give a text")
         else:
             raise InvalidInput(
-                f"has no {shown(self.column)}, which is to hold the prompt; it has [{named(map(repr, sorted(own)))}]"
+                f"has no {shown(self.column)}, which is to hold the prompt; it has {bracketed(sorted(own))}"
             )
         others = own.keys() - {*PROMPT_KINDS, self.column, *self.columns}
         if not self.options:
@@ -161,14 +162,15 @@ def data_columns(columns: Sequence[str]) -> str:
 def subject(kind: str, names: Iterable[str]) -> str:
     """Return the beginning of a sentence: "field a is", or "fields a and b are"."""
     names = list(names)
-    return f"{kind} {names[0]} is" if len(names) == 1 else f"{kind}s {listed(names)} are"
+    return f"{kind} {listed(names)} is" if len(names) == 1 else f"{kind}s {listed(names)} are"
 
 
 class FieldNotes:
-    """Messages about the names of a file's fields. asked: whether the user said what sets options."""
+    """Messages about the names of a file's fields. asked: whether the user said what sets options. index: that of a
+    table, if it is no column of the file."""
 
-    def __init__(self, rules: RowRules, asked: bool) -> None:
-        self._rules, self._asked = rules, asked
+    def __init__(self, rules: RowRules, asked: bool, index: RangeColumn | None = None) -> None:
+        self._rules, self._asked, self._index = rules, asked, index
         self._seen: dict[str, bool] = {}  # names of fields that have a value, and whether their first row has a prompt
         self._missing = set(rules.columns)  # columns of the template that no row has
 
@@ -191,6 +193,8 @@ class FieldNotes:
             from flexengine.job.prompt_template import unknown_column
 
             raise InvalidInput(unknown_column(sorted(self._missing)[0], seen))
+        if rows and self._index:
+            yield f"the pandas index, which is no column of the file, is kept as column {shown(self._index.name)}"
         if renamed := {name: kept for name in seen if (kept := kept_name(name)) != name}:
             yield f"the output has the input's {listed(renamed)} as {listed(renamed.values())}, beside its own fields"
         own = [name for name in seen if name not in (rules.column, *rules.columns)]
@@ -206,9 +210,3 @@ class FieldNotes:
         free = rules.column is None and not (rules.columns or rules.score)
         if meant := {name: ours for name in own if (ours := meant_field(name, self._seen[name] or not free))}:
             yield misspelt(meant)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names as text: "a, b and c"."""
-    *some, last = names
-    return f"{', '.join(some)} and {last}" if some else last

@@ -1,9 +1,9 @@
 """Rows of Parquet and Arrow files, read in a process of its own, with limits.
 
 Few bytes of a file can expand to any memory in one step of pyarrow, and damage can end the process, so no check before
-bounds them. This module is also the program of the other process. It sends the names of the columns, the number and
-claimed rows of each unit (a row group or record batch), and rows in parts. If it ends early, the next process continues
-at the first row that was not sent, and reads fewer rows at a time.
+bounds them. This module is also the program of the other process. It sends the names of the columns and their index,
+the number and claimed rows of each unit (a row group or record batch), and rows in parts. If it ends early, the next
+process continues at the first row that was not sent, and reads fewer rows at a time.
 """
 
 import os
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from flexengine.job.arrow_rows import TableRow, first_line, record_of, records_o
 from flexengine.job.arrow_sizes import parts
 from flexengine.job.inputs import InputFile
 from flexengine.job.own_process import set_limit, started
+from flexengine.job.pandas_index import range_column
 
 LEAST_BYTES, READ_BYTES = 2**26, 2**29  # least and most memory of the process, beside that of its libraries
 LIBRARIES = 100 * 2**20  # bytes that a process takes before it reads, if it ends before it says so
@@ -43,8 +44,8 @@ def most_bytes(memory: int | None) -> int:
 
 
 def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]:
-    """Yield the names of the columns of a Parquet or Arrow file, then its rows. Raise ValueError if it is damaged.
-    `source.taken` becomes the memory of the other process, and of its messages in this one."""
+    """Yield the names of the columns of a Parquet or Arrow file and its `RangeColumn`, then its rows. Raise ValueError
+    if it is damaged. `source.taken` becomes the memory of the other process, and of its messages in this one."""
     named, line, refused, most = False, 1, 0, most_bytes(source.memory)
     unread = "takes too much memory or time to be read (docs/jobs.md has the limits); write the file with smaller"
     unit, total, done, size, ends = 0, -1, 0, ROWS[0], 0  # total: -1 is not known. ends: since the last finished unit
@@ -97,8 +98,8 @@ def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]
 def replies(
     path: str, form: str, texts: Container[str] | None, first: int, done: int, size: int, line: int
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the names of the columns, then from a unit on its number and rows, and records of these rows; before
-    records, the bytes that they take in this process, and their size.
+    """Yield the names of the columns and the `RangeColumn`, then from a unit on its number and rows, and records of
+    these rows; before records, the bytes that they take in this process, and their size.
 
     Args:
         texts: as for `record_of`.
@@ -107,8 +108,8 @@ def replies(
         size: rows of this unit read at a time.
         line: number of the first row.
     """
-    names, units = (_parquet if form == "parquet" else _arrow)(path, first, size)
-    yield "names", names
+    schema, rows, units = (_parquet if form == "parquet" else _arrow)(path, first, size)
+    yield "names", (list(schema.names), range_column(schema, rows))
     for number, total, batches in units:
         yield "unit", (number, total)
         seen, skip, step = 0, done if number == first else 0, size if number == first else ROWS[0]
@@ -129,9 +130,10 @@ def replies(
 
 
 _Units = Iterator[tuple[int, int, Iterator[Any]]]
+_Opened = tuple[Any, Callable[[], int], _Units]  # a schema, the number of rows, and the units
 
 
-def _parquet(path: str, first: int, size: int) -> tuple[list[str], _Units]:
+def _parquet(path: str, first: int, size: int) -> _Opened:
     import pyarrow.parquet as pq
 
     table: Any = cast(Any, pq).ParquetFile(path, buffer_size=2**20, pre_buffer=False)
@@ -148,20 +150,19 @@ def _parquet(path: str, first: int, size: int) -> tuple[list[str], _Units]:
             rows = size if number == first else ROWS[0]
             yield number, group.num_rows, table.iter_batches(rows, [number], use_threads=False)
 
-    return list(table.schema_arrow.names), units()
+    return table.schema_arrow, lambda: table.metadata.num_rows, units()
 
 
-def _arrow(path: str, first: int, size: int) -> tuple[list[str], _Units]:
+def _arrow(path: str, first: int, size: int) -> _Opened:
     import pyarrow as pa
 
     source, places, kept = pa.memory_map(path), pa.memory_map(path), None
-    messages = pa.ipc.MessageReader.open_stream(places)
     try:
         file = pa.ipc.open_file(source)
         places.seek(8)  # behind the magic number a file is a stream
     except pa.ArrowInvalid:  # the datasets library writes .arrow files in the IPC stream format
         with suppress(StopIteration):  # of an empty file
-            messages.read_next_message()
+            pa.ipc.MessageReader.open_stream(places).read_next_message()
         kept = _Kept(source, places.tell())
         file = pa.ipc.open_stream(pa.PythonFile(kept, "r"))
     count = None if kept else file.num_record_batches
@@ -177,25 +178,36 @@ def _arrow(path: str, first: int, size: int) -> tuple[list[str], _Units]:
         yield batch
 
     def units() -> _Units:
-        number, place = 0, places.tell() if kept else 0
-        while number != count:
-            try:
-                message = messages.read_next_message()
-            except StopIteration:
-                if count is None:
-                    return
-                raise ValueError(f"it has {number} record batches, but {count} in its footer") from None
-            if places.tell() <= place:
-                raise ValueError("a message has a negative size")
-            start, place = place, places.tell()
+        number = 0
+        for message, start, end in _messages(places):
             rows = message.type == "record batch"
             if kept and (number >= first or not rows):
-                kept.keep(start, place)
+                kept.keep(start, end)
             if rows and number >= first:
-                yield number, _batch_rows(message.metadata.to_pybytes()), batch(number)
+                yield number, _batch_rows(message), batch(number)
             number += rows
+            if number == count:
+                return
+        if count not in (None, number):
+            raise ValueError(f"it has {number} record batches, but {count} in its footer")
 
-    return list(file.schema.names), units()
+    def rows() -> int:
+        stream = pa.memory_map(path)
+        stream.seek(0 if kept else 8)
+        return sum(_batch_rows(message) for message, _, _ in _messages(stream) if message.type == "record batch")
+
+    return file.schema, rows, units()
+
+
+def _messages(source: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield the messages of a mapped stream from its position on, each with its beginning and its end."""
+    import pyarrow as pa
+
+    place = source.tell()
+    for message in pa.ipc.MessageReader.open_stream(source):
+        if source.tell() <= place:
+            raise ValueError("a message has a negative size")
+        yield message, place, (place := source.tell())
 
 
 class _Kept:
@@ -222,8 +234,9 @@ class _Kept:
         return data
 
 
-def _batch_rows(message: bytes) -> int:
+def _batch_rows(batch: Any) -> int:
     """Return how many rows a record batch has, from its message in the encoding of flatbuffers."""
+    message = batch.metadata.to_pybytes()
 
     def field(table: int, number: int) -> int:
         names = table - struct.unpack_from("<i", message, table)[0]

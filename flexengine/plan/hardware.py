@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.errors import InvalidInput, named, shown
+from flexengine.errors import InvalidInput, bracketed, shown
 from flexengine.places import (
     DISK,
     MOST_DISKS,
@@ -279,7 +279,7 @@ class Hardware:
                 unknown = set(given) - set(known)
                 if unknown:
                     raise InvalidInput(
-                        f"{name} {shown(key)} has [{named(map(repr, sorted(unknown)))}]; it may have {', '.join(known)}"
+                        f"{name} {shown(key)} has {bracketed(sorted(unknown))}; it may have {', '.join(known)}"
                     )
         for name, figures in self.streaming.items():
             if len(figures) < len(STREAMING):

@@ -14,7 +14,7 @@ from flexengine.apps.evaluate.metrics import CHOICE
 from flexengine.apps.evaluate.perturb import ORIGINAL
 from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
 from flexengine.apps.tables import FileTable, read_records
-from flexengine.errors import InvalidInput, json_kind, named, shown
+from flexengine.errors import InvalidInput, json_kind, listed, shown
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.delimiters import Remedies
 from flexengine.job.inputs import InputFile, InputRows
@@ -124,7 +124,7 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
     for column in perturbed.columns if perturbed else ():
         if column not in columns:
             lacks = f"{place} names {shown(column)}, which is not in prompt.template"
-            raise scenario.origin.fault(place, f"{lacks}; choose from {named(columns)}")
+            raise scenario.origin.fault(place, f"{lacks}; choose from {listed(columns, last=', ')}")
     return table
 
 
@@ -223,7 +223,7 @@ def _gold(label: Label, text: str, choices: tuple[str, ...], place: str) -> int:
     elif label.form != TEXT:
         allowed, text = tuple(chr(ord("A") + number) for number in range(count)), text.strip().upper()
     if text not in allowed:
-        names = ", ".join(map(shown, allowed)) if label.form == TEXT else f"{allowed[0]} to {allowed[-1]}"
+        names = listed(allowed, True, ", ") if label.form == TEXT else f"{allowed[0]} to {allowed[-1]}"
         fault = f"{place}: the label in column {label.column} is {shown(text)}"
         raise InvalidInput(f"{fault}; with label.form {label.form} and {count} choices it must be one of {names}")
     return allowed.index(text)

@@ -14,7 +14,7 @@ from flexengine.apps.lm_eval.arguments import engine_options
 from flexengine.apps.rows_job import RowsJob
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
-from flexengine.errors import InvalidInput, json_fault, json_kind, shown
+from flexengine.errors import InvalidInput, json_fault, json_kind, listed, shown
 from flexengine.job.files import write_whole
 from flexengine.job.results import encode_fields
 from flexengine.job.same_job import OtherJob
@@ -123,7 +123,7 @@ def read_states(names: Sequence[str]) -> States:
         states |= {path: _read(path) for path in found}
     models = sorted({str(request.get("model_deployment")) for request in requests_of(states)})
     if len(models) > 1:
-        raise InvalidInput(f"the requests are for the deployments {', '.join(models)}; name the files of one")
+        raise InvalidInput(f"the requests are for the deployments {listed(models, last=', ')}; name the files of one")
     return states
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from flexengine.apps.tables import FileTable, cell_text
 from flexengine.apps.wrangle.spec import DEFAULT_TOP, TOKEN, Spec
-from flexengine.errors import InvalidInput, named, shown
+from flexengine.errors import InvalidInput, listed, shown
 from flexengine.job.arrow_rows import TableRow
+from flexengine.job.pandas_index import is_nameless
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
 _MAX_CELLS = 2**22  # similarities in memory at a time
@@ -50,15 +51,16 @@ def common_columns(
         show: only these columns; empty is all.
         seeming: as of a `FileTable` that seems to have another delimiter.
     """
-    common = [column for column in left if column in right]
+    common = [column for column in left if column in right and not is_nameless(column)]
     if not common:
-        first, second = (named(columns) or "none" for columns in (left, right))
+        first, second = (listed(columns, last=", ") or "none" for columns in (left, right))
         fault = f"{names} have no common column: the first has {first}, the second has {second}"
         remedy = f": {seeming}" if seeming else "; rename columns so that what is compared has one name"
         raise InvalidInput(f"{fault}{remedy}")
     for column in show:
         if column not in common:
-            raise InvalidInput(f"--show {shown(column)} is no common column of {names}; common are {named(common)}")
+            known = listed(common, last=", ")
+            raise InvalidInput(f"--show {shown(column)} is no common column of {names}; common are {known}")
     return list(show) or common
 
 
@@ -92,7 +94,7 @@ def matching_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
         if similarity > 0
     ]
     if not pairs:
-        none = f"no row of {left.name} is similar to a row of {right.name} in the columns {', '.join(columns)}"
+        none = f"no row of {left.name} is similar to a row of {right.name} in the columns {listed(columns, last=', ')}"
         raise InvalidInput(f"{none}; compare other columns by --show")
     return _joined(left, right, pairs)
 
@@ -151,7 +153,7 @@ def schema_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
 def _descriptions(table: FileTable, count: int) -> list[dict[str, str]]:
     """Return name and first different values of each column."""
     made = []
-    for column in table.columns:
+    for column in (each for each in table.columns if not is_nameless(each)):
         texts = (cell_text(record.fields.get(column)) for record in table.records)
         values = list(dict.fromkeys(text for text in texts if text is not None))[:count]
         made.append({"column": column} | ({"values": ", ".join(values)} if count else {}))

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from flexengine.apps.tables import FileTable, cell_text, serialised
 from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, sides
 from flexengine.apps.wrangle.spec import DETECT, MATCH, NO, SCHEMA, TASKS, YES, Spec
-from flexengine.errors import InvalidInput, shown
+from flexengine.errors import InvalidInput, listed, shown
+from flexengine.job.pandas_index import is_nameless
 from flexengine.plan.formatting import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
@@ -74,7 +75,7 @@ def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ..
         for question in asked.questions:
             if question.answer is not None and question.answer not in choices:
                 place = asked.table.place(question.row)
-                allowed = f"allowed are {', '.join(choices)}"
+                allowed = f"allowed are {listed(choices, last=', ')}"
                 raise InvalidInput(f"{place}: the answer is {shown(question.answer)}; {allowed}; correct it, or {more}")
     return choices
 
@@ -105,8 +106,8 @@ def _schema(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuesti
     plain = {"left", "right"} <= set(table.columns)
     if not plain and not all(columns):
         must = "it must have the columns left and right, or columns that begin with left_ and right_"
-        listed = f"its columns are {table.known_columns()}"
-        raise InvalidInput(f"{table.name} has no descriptions of attributes: {must}; {listed}")
+        known = f"its columns are {table.known_columns()}"
+        raise InvalidInput(f"{table.name} has no descriptions of attributes: {must}; {known}")
     label = _label(table, spec, spec.label, examples)
     for row, record in table.readable():
         if plain:
@@ -189,9 +190,9 @@ def _shown(table: FileTable, spec: Spec, hidden: set[str | None]) -> list[str]:
     for column in spec.show:
         if column in hidden:
             raise InvalidInput(f"--show {column!r} is the answer; leave it out")
-    if shown := list(spec.show) or [c for c in table.columns if c not in hidden]:
+    if shown := list(spec.show) or [c for c in table.columns if c not in hidden and not is_nameless(c)]:
         return shown
-    fault = f"{table.name} has no column beside {', '.join(c for c in hidden if c)}"
+    fault = f"{table.name} has no column beside {listed((c for c in hidden if c), last=', ')}"
     raise InvalidInput(f"{fault}; a prompt must show at least one")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from flexengine.config import parse_size
-from flexengine.errors import InvalidInput, named, shown
+from flexengine.errors import InvalidInput, bracketed, shown
 from flexengine.plan.cluster.devices import PHASES, Cluster, Device, HandRates, Link, MachineRates, Profiled, fit
 from flexengine.plan.cluster.job import Format, Harm
 from flexengine.plan.hardware import KINDS, Hardware, IfKnown, Rate, at, positive
@@ -30,7 +30,7 @@ def _by_format(name: str, value: Any) -> dict[Format, float]:
     if not isinstance(value, Mapping):
         return dict.fromkeys(BITS, positive(name, value))
     if unknown := sorted(set(value) - set(FORMATS)):
-        raise InvalidInput(f"{name} has [{named(map(repr, unknown))}]; formats are {', '.join(FORMATS)}")
+        raise InvalidInput(f"{name} has {bracketed(unknown)}; formats are {', '.join(FORMATS)}")
     if not value:
         raise InvalidInput(f"{name} is empty; give a number, or one for each format")
     return {FORMATS[form]: positive(f"{name} {form}", rate) for form, rate in value.items()}
