@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexengine.errors import named, shown
+from flexengine.errors import shown
 
 
 class Broken:
@@ -43,9 +43,3 @@ class Table:
 def test_a_value_takes_one_line_of_a_message(value: Any, text: str) -> None:
     assert shown(value) == text
     assert len(text) <= 80
-
-
-def test_of_many_names_the_first_are_listed() -> None:
-    assert named(["a", 1]) == "a, 1"
-    assert named(map(str, range(2000))) == ", ".join(map(str, range(30))) + " and 1,970 more"
-    assert named(["x" * 1000]) == "x" * 76 + " ..."

@@ -1,6 +1,7 @@
 """The engine: prompts in, results out."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, overload
@@ -12,7 +13,6 @@ from flexengine.engine.session import Session
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Params
 from flexengine.errors import InvalidInput, shown
-from flexengine.job.python_arguments import argument, file_note, refuse_table, remedy_of
 from flexengine.records import as_list, check_argument, check_names
 from flexengine.words import python_words
 
@@ -93,6 +93,8 @@ class Engine(Session):
             >>> engine.generate(["One", {"prompt": "Two", "max_tokens": 4}], SamplingParams(max_tokens=16))
             >>> engine.generate(["One", "Two"], [SamplingParams(seed=1), SamplingParams(seed=2)])
         """
+        from flexengine.job.python_arguments import argument, file_note  # jobs of files do without, here and below
+
         prompts = argument("prompts", prompts)
         if isinstance(prompts, str | Mapping):
             if not isinstance(params, SamplingParams | None):
@@ -134,6 +136,8 @@ class Engine(Session):
         Examples:
             >>> engine.chat([{"role": "user", "content": "Name three colours."}]).generated_text
         """
+        from flexengine.job.python_arguments import argument, remedy_of
+
         messages = as_list(argument("messages", messages))
         if isinstance(messages, str | bytes | bytearray | memoryview) or not isinstance(messages, Sequence):
             must = f"it must be a list of messages, or of such lists{remedy_of('messages', messages)}"
@@ -254,7 +258,10 @@ class Engine(Session):
             >>> print(f"{summary.job.done} of {summary.job.rows} rows done")
         """
         self._check_idle()
-        refuse_table("input", input, file=True)
+        if not isinstance(input, str | os.PathLike):
+            from flexengine.job.python_arguments import refuse_table
+
+            refuse_table("input", input, file=True)
         from flexengine.engine.file_job import run_job  # other jobs read no file
 
         return run_job(

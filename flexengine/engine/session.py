@@ -21,7 +21,6 @@ from flexengine.engine.planner import Planner
 from flexengine.engine.summary import JobRows, Summary
 from flexengine.engine.survey import Params, PromptReader
 from flexengine.errors import FlexError, InvalidInput, RanOut, shown
-from flexengine.job.python_arguments import argument, remedy_of
 from flexengine.job.same_job import MODEL_FILES
 from flexengine.lossy import MIXED, Lossy
 from flexengine.model import identity
@@ -280,6 +279,8 @@ class Session:
             >>> for result in engine.stream(prompts, SamplingParams(max_tokens=32)):
             ...     print(result.index, result.generated_text)
         """
+        from flexengine.job.python_arguments import argument, remedy_of  # jobs of files do without
+
         self._check_open()
         prompts = argument("prompts", prompts)
         if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping | set | frozenset) or not isinstance(

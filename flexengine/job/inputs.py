@@ -13,17 +13,19 @@ from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
 from shlex import quote
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from flexengine.activity import message
 from flexengine.errors import InvalidInput, meant, shown
 from flexengine.job.delimiters import OF_JOB, Remedies, delimiter_of, stated_delimiter
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
 from flexengine.job.packed import Bytes, unpacked
-from flexengine.job.pandas_index import RangeColumn
 from flexengine.job.row_fields import FieldNotes, RowRules
 from flexengine.job.rows import Row
 from flexengine.job.scan import InputScan, scan_of
+
+if TYPE_CHECKING:
+    from flexengine.job.pandas_index import RangeColumn
 
 
 class InputRows(AbstractContextManager["InputRows"]):

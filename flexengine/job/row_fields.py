@@ -3,14 +3,16 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, alike, bracketed, cut, listed, shown
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import FOREIGN, NAMES_HERE, OVERRIDES
-from flexengine.job.pandas_index import RangeColumn
 from flexengine.job.rows import PROMPT_KINDS, Row
+
+if TYPE_CHECKING:
+    from flexengine.job.pandas_index import RangeColumn
 
 RESULTS = frozenset(f.name for f in fields(Result)) - {"prompt"}  # fields of an output row
 KEPT = "input_"  # begins the names of own fields that are named like those of results
@@ -169,7 +171,7 @@ class FieldNotes:
     """Messages about the names of a file's fields. asked: whether the user said what sets options. index: that of a
     table, if it is no column of the file."""
 
-    def __init__(self, rules: RowRules, asked: bool, index: RangeColumn | None = None) -> None:
+    def __init__(self, rules: RowRules, asked: bool, index: "RangeColumn | None" = None) -> None:
         self._rules, self._asked, self._index = rules, asked, index
         self._seen: dict[str, bool] = {}  # names of fields that have a value, and whether their first row has a prompt
         self._missing = set(rules.columns)  # columns of the template that no row has

@@ -15,8 +15,9 @@ from flexengine.job.arrow_rows import record_of
 from flexengine.job.columns import answered
 from flexengine.job.inputs import InputFile, InputRows
 from flexengine.job.prompt_template import filled, unknown_column
+from flexengine.job.python_arguments import refuse_table
 from flexengine.job.row_fields import FieldNotes, RowRules, data_columns, misspelt, subject
-from flexengine.job.rows import Row, encode, refuse_table
+from flexengine.job.rows import Row, encode
 from flexengine.records import known_fields
 from tests.helpers.inputs import DEFAULTS, batch_fields, make_tokenizer, rows_of, written
 

@@ -16,8 +16,8 @@ from flexengine.errors import InvalidInput
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.inputs import InputRows
 from flexengine.job.pandas_index import RangeColumn, is_nameless, range_column
+from flexengine.job.python_arguments import refuse_table
 from flexengine.job.results import encode_row
-from flexengine.job.rows import refuse_table
 from flexengine.job.table_process import replies
 from tests.helpers.inputs import arrow_file
 
