@@ -4,10 +4,11 @@ limit and the remedy."""
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 from flexengine.places import place_of
@@ -206,7 +207,13 @@ def is_missing(value: Any) -> bool:
     return isinstance(value, float | Decimal) and bool(value != value)
 
 
-VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u2060-\u2064\ufeff]")  # no white space, no width of zero
+# Characters that show something: no white space, control, blank letter (such as Braille's U+2800), annotation mark, or
+# what Unicode calls Default_Ignorable_Code_Point.
+VISIBLE = re.compile(
+    r"[^\s\0-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    r"\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U00013441\U00013442\U0001bca0-\U0001bca3\U0001d159"
+    r"\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 
 
 def blankness(text: str) -> str:
@@ -214,6 +221,7 @@ def blankness(text: str) -> str:
     return "empty" if not text else "" if VISIBLE.search(text) else "blank"
 
 
+_MISSPELT, _LOOKED_AT = 0.75, 50  # similarity to a name that is missing; names of a row that are compared
 _WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)
 _JSON_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "true or false"), (str, "a string"), ((int, float), "a number"), ((list, tuple), "an array"),
@@ -289,6 +297,23 @@ def _written(value: object) -> str:
 def _typed(value: object) -> str:
     name = type(value).__name__
     return f"a{'n' * (name[0] in 'AEIOUaeiou')} {name}"
+
+
+def stated(name: str, fields: Mapping[str, Any], written: Callable[[object], str] = shown) -> str:
+    """Return "NAME is VALUE", or "NAME is missing" with the field that is probably misspelt. written: of a value."""
+    if name in fields:
+        return f"{name} is {written(fields[name])}"
+    hint = renamed([name], fields)
+    return f"{name} is missing{hint and f' ({hint})'}"
+
+
+def renamed(names: Iterable[str], fields: Iterable[object]) -> str:
+    """Return "did you mean NAME by FIELD?" for a field whose name resembles one of `names`, in any case and without
+    separators; "" for none. fields: names that a user gave, of which the first _LOOKED_AT are looked at."""
+    given = (field for field in islice(fields, _LOOKED_AT) if isinstance(field, str))
+    letters = {re.sub(r"[\W_]", "", field).lower(): field for field in given}
+    near = ((alike(re.sub(r"[\W_]", "", name), list(letters), _MISSPELT), name) for name in names)
+    return next((f"did you mean {name} by {shown(letters[found[0]])}?" for found, name in near if found), "")
 
 
 def meant(word: str, known: Sequence[str]) -> str | None:

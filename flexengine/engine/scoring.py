@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, is_missing, json_kind, shown
+from flexengine.errors import InvalidInput, is_missing, json_kind, renamed, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.foreign import whole
 from flexengine.job.python_arguments import argument
@@ -140,14 +140,17 @@ def _kind_of(request: Mapping[str, Any]) -> str:
     if not present and (nulls := [kind for kind in SCORED_KINDS if kind in request]):
         raise InvalidInput(f"{' and '.join(nulls)} {'is' if len(nulls) == 1 else 'are'} null or empty; give a text")
     if not present:
-        raise InvalidInput(f"has none of {', '.join(SCORED_KINDS)} to score, and none of {', '.join(PROMPT_KINDS)} to"
-                           f" run (its fields are {shown(list(request))})")  # fmt: skip
+        hint = renamed((*SCORED_KINDS, *PROMPT_KINDS), request)
+        given = f"its fields are {shown(list(request))}{hint and f'; {hint}'}"
+        fault = f"has none of {', '.join(SCORED_KINDS)} to score, and none of {', '.join(PROMPT_KINDS)} to run"
+        raise InvalidInput(f"{fault} ({given})")
     if len(present) > 1:
         raise InvalidInput(f"has {' and '.join(present)}; exactly one of {', '.join(SCORED_KINDS)} is needed")
     if present == ["text"] and request.get("context") is not None:
         raise InvalidInput("has context and text; a context needs a continuation or choices, and text has no context")
     if present != ["text"] and request.get("context") is None:
-        fault = f"has {present[0]}, but no context (its fields are {shown(list(request))})"
+        hint = renamed(["context"], () if "context" in request else request)
+        fault = f"has {present[0]}, but no context (its fields are {shown(list(request))}{hint and f'; {hint}'})"
         raise InvalidInput(f'{fault}; give one: in JSON "" is the beginning of a text')
     return present[0]
 

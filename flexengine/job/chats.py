@@ -1,15 +1,19 @@
 """Conversations of rows: messages and tools as chat templates read them, and their token ids."""
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kind, shown
+from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kind, shown, stated
 
 TOOLS = "tools"
 _ROLES = ("user", "assistant", "system", "tool")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant"}  # of roles, in ShareGPT
+# Names of roles elsewhere: ShareGPT, OpenAssistant, Gemini, OpenAI's newer name.
+_OTHER_NAMES = {"human": "user", "prompter": "user", "developer": "system"}
+_OTHER_NAMES |= dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "chatbot", "model", "llm"), "assistant")
+_OTHER_FIELDS = {"role": ("from", "speaker", "author"), "content": ("value", "text")}
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
@@ -19,8 +23,8 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
     templates of text models read `content` as text. All other fields stay as they are.
 
     Raises:
-        InvalidInput: the value is no array of messages, a message has no text, or the last one of a user no visible
-            character; the error names the message.
+        InvalidInput: the value is no array of messages, a message has no text, or no visible character is in the last
+            one of a user, or in any message without tool calls; the error names the message.
     """
     if not isinstance(value, list | tuple) or not value:
         example = ', such as [{"role": "user", "content": "..."}]' if isinstance(value, str) else ""
@@ -29,18 +33,32 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
     asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if asked is not None and (lack := blankness(messages[asked].get("content", "-"))):
         raise InvalidInput(f"messages[{asked}].content is {lack}; give the user's text")
+    if not any(message.get("tool_calls") or not blankness(message["content"]) for message in messages):
+        lack = blankness(messages[0]["content"])
+        raise InvalidInput(f"no message has visible text (messages[0].content is {lack}); give one")
     return messages
 
 
-def check_roles(messages: list[dict[str, Any]], template: str) -> None:
-    """Raise InvalidInput if a role is probably misspelt: many chat templates write any role. template: a role that is
-    in its text is none."""
-    for i, role in enumerate(message["role"] for message in messages):
-        if role in _ROLES or role in template:
+def check_roles(messages: list[dict[str, Any]], templates: Any, text: str | None = None) -> None:
+    """Raise InvalidInput for a role that chat templates do not name in quotes, if it resembles one that all have or has
+    another name there, or if a template has left it out. Many templates write any role.
+
+    Args:
+        templates: text of the tokenizer's template, or a text by name; None if it has none.
+        text: of the conversation, as the template has written it; None before that.
+    """
+    named, at = "".join(templates.values()) if isinstance(templates, Mapping) else templates or "", 0
+    for i, (role, content) in enumerate((message["role"], message.get("content", "")) for message in messages):
+        if role in _ROLES or f"'{role}'" in named or f'"{role}"' in named:
             continue
+        must = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
         if near := [_OTHER_NAMES[role.lower()]] if role.lower() in _OTHER_NAMES else alike(role, _ROLES):
-            fault = f"messages[{i}].role is {shown(role)}, which the chat template does not name"
-            raise InvalidInput(f"{fault}; did you mean {near[0]}?")
+            fault = f"which the chat template does not name; {must}: did you mean {near[0]}?"
+            raise InvalidInput(f"messages[{i}].role is {shown(role)}, {fault}")
+        if text is not None:
+            header = re.compile(re.escape(role), re.IGNORECASE).search(text, at)
+            if header is None or (at := text.find(content.strip(), header.end())) < 0:
+                raise InvalidInput(f"messages[{i}].role is {shown(role)}, which the chat template leaves out; {must}")
 
 
 def _message(place: str, message: Any) -> dict[str, Any]:
@@ -48,8 +66,7 @@ def _message(place: str, message: Any) -> dict[str, Any]:
         raise InvalidInput(f"{place} is {shown(message)}; it must be an object with role and content")
     fields = {name: value for name, value in message.items() if value is not None}
     if not isinstance(role := fields.get("role"), str) or not role:
-        other = "; rename from and value to role and content" if {"from", "value"} <= message.keys() else ""
-        raise InvalidInput(f"{place}.role is {shown(role)}; it must be a string such as user{other}")
+        raise InvalidInput(_stated(place, "role", message, "a string such as user"))
     calls = fields.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
         raise InvalidInput(f"{place}.tool_calls is {shown(calls)}; it must be an array of objects")
@@ -60,8 +77,15 @@ def _message(place: str, message: Any) -> dict[str, Any]:
         fields.pop("content", None)
     elif not isinstance(content, str):
         allowed = "a string or an array of text parts" + (", or be null beside tool_calls" if content is None else "")
-        raise InvalidInput(f"{place}.content is {shown(content)}; it must be {allowed}")
+        raise InvalidInput(_stated(place, "content", message, allowed))
     return fields
+
+
+def _stated(place: str, name: str, message: Mapping[str, Any], must: str) -> str:
+    """Return the fault of a message's field, with the names of ShareGPT and others that the message has instead."""
+    other = [f"{o} to {n}" for n, others in _OTHER_FIELDS.items() if n not in message for o in others if o in message]
+    rename = f"; rename {' and '.join(other)}" if other else ""
+    return f"{place}.{stated(name, message)}; it must be {must}{rename}"
 
 
 def _part(place: str, part: Any) -> str:
@@ -71,7 +95,7 @@ def _part(place: str, part: Any) -> str:
         kind = shown(part.get("type"))
         raise InvalidInput(f"{place} has a part of type {kind}; only text is read, no images, audio or files")
     if not isinstance(text := part.get("text"), str):
-        raise InvalidInput(f"{place} has a text part whose text is {shown(text)}; it must be a string")
+        raise InvalidInput(f"{place} has a text part whose {stated('text', part)}; it must be a string")
     return text
 
 
@@ -157,7 +181,10 @@ def chat_token_ids(
             return chat_text(tokenizer, messages, tools, now, given)
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **given)
 
-    chat = written(tools)
+    templates = getattr(tokenizer, "chat_template", None)
+    check_roles(messages, templates)
+    if isinstance(chat := written(tools), str):
+        check_roles(messages, templates, chat)
     if tools and chat == written(None):
         fault = "tools are given, but the model's chat template does not use them"
         raise InvalidInput(f"{fault}; remove them, or take a model whose template does")

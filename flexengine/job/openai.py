@@ -15,9 +15,10 @@ from itertools import islice
 from typing import Any
 
 from flexengine.config import Completion, Result
-from flexengine.errors import InvalidInput, bracketed, json_kind, shown
+from flexengine.errors import InvalidInput, alike, bracketed, json_kind, listed, shown, stated
 from flexengine.job.chats import TOOLS, check_format, messages_of, tools_of, with_parsed_arguments
 from flexengine.job.foreign import FOREIGN, OVERRIDES
+from flexengine.job.row_fields import meant_field
 from flexengine.job.rows import Row
 
 COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
@@ -29,6 +30,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 # Fields that are accepted with the one value that is done here anyway, beside those of FOREIGN.
 _ONLY = {"modalities": ["text"], "response_format": {"type": "text"}}
+_OTHERS = sorted({*_WITHOUT_EFFECT, *_ONLY, "messages", "prompt", TOOLS, "tool_choice", "parallel_tool_calls"})
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 _CONFIRMED_AT_ONCE = 4096  # repeated hashes that are compared by custom_id in one pass over the rows
 _VERY_UNLIKELY = -9999.0  # OpenAI's value for a log probability of minus infinity, which JSON cannot hold
@@ -52,17 +54,21 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
     kind = kind_of(url)
     if not isinstance(custom_id, str) or not custom_id:
-        raise InvalidInput(f"custom_id is {shown(custom_id)}; it must be a string that is not empty")
+        raise InvalidInput(f"{stated('custom_id', fields)}; it must be a string that is not empty")
     if len(custom_id) > MAX_ID_CHARACTERS:
         raise InvalidInput(f"custom_id has {len(custom_id)} characters; at most {MAX_ID_CHARACTERS} are allowed")
     if str(fields.get("method")).upper() != "POST":
-        raise InvalidInput(f"method is {shown(fields.get('method'))}; it must be POST")
+        raise InvalidInput(f"{stated('method', fields)}; it must be POST")
     if kind is None:
-        raise InvalidInput(f"url is {shown(url)}; it must be {' or '.join(URLS)}")
+        raise InvalidInput(f"{stated('url', fields)}; it must be {' or '.join(URLS)}")
     if not isinstance(body, dict):
-        raise InvalidInput(f"body is {json_kind(body)}; it must be an object")
+        raise InvalidInput(f"{stated('body', fields, json_kind)}; it must be an object")
     if misplaced := sorted({"prompt", "messages", "max_tokens", "max_completion_tokens", *_SAME} & set(fields)):
         raise InvalidInput(f"has {misplaced} beside body; move them into body")
+    if (main := "messages" if kind == CHAT else "prompt") not in body:
+        other = "messages" if kind == COMPLETIONS else "prompt"
+        has = f", and {other} is for {URLS[kind == COMPLETIONS]}" if other in body else ""
+        raise InvalidInput(f"{stated(main, body)}; body must have it for {url}{has}")
     remaining = {name: value for name, value in body.items() if value is not None}
     request = _chat(remaining) if kind == CHAT else _completion(remaining)
     request |= _max_tokens(remaining)
@@ -70,7 +76,10 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     check_format(remaining)
     known = {**dict.fromkeys(_WITHOUT_EFFECT, ...), **_ONLY}
     if refused := sorted(name for name, value in remaining.items() if known.get(name) not in (..., value)):
-        raise InvalidInput(f"body has {bracketed(refused)}, which {url} does not support here; remove them")
+        near = {name: meant_field(name) or "".join(alike(name, _OTHERS, 0.8)) for name in refused[:20]}
+        rename = listed([f"{name} to {ours}" for name, ours in near.items() if ours] or [""])
+        remedy = f"remove them{rename and f', or rename {rename}'}"
+        raise InvalidInput(f"body has {bracketed(refused)}, which {url} does not support here; {remedy}")
     return request
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from flexengine.errors import InvalidInput, blankness, cut, json_kind, listed, shown
+from flexengine.errors import InvalidInput, blankness, cut, json_kind, listed, shown, stated
 
 _BRACES = "write {{ and }} for braces that are text"
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template, beside text
@@ -55,7 +55,8 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
     if isinstance(value, str) and not lack:
         return value
     if not isinstance(value, bool | int | float):
-        raise InvalidInput(f"column {cut(column)} is {lack or json_kind(value)}; it must be text or a number")
+        fault = stated(column, row, lambda value: lack or json_kind(value))
+        raise InvalidInput(f"column {fault}; it must be text or a number")
     return json.dumps(value)
 
 

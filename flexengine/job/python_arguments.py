@@ -6,12 +6,12 @@ from pathlib import PurePath
 from typing import Any
 
 from flexengine.errors import InvalidInput, cut, is_missing, shown
-from flexengine.job.rows import PROMPT_KINDS, is_series, one_of
+from flexengine.job.rows import PANDAS_ROWS, PROMPT_KINDS, is_series, one_of
 
 _LIBRARIES = {  # how each writes a column as a list, and a table as a file
     "polars": ("to_list", "df.write_ndjson('rows.jsonl')"),
     "pyarrow": ("to_pylist", "pyarrow.parquet.write_table(table, 'rows.parquet')"),
-    "": ("tolist", "df.to_json('rows.jsonl', orient='records', lines=True)"),
+    "": ("tolist", PANDAS_ROWS),
 }
 _ROW = {  # by argument, what to give for a Series that is a row, and what each cell of a column is
     "prompts": ("series.to_dict()", "prompt"),

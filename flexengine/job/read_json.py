@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from flexengine.errors import InvalidInput, json_fault, json_kind, size
 from flexengine.job.inputs import InputFile, ReadRows
 from flexengine.job.row_fields import RowRules, with_numbers
-from flexengine.job.rows import PROMPT_KINDS, Row
+from flexengine.job.rows import PANDAS_ROWS, PROMPT_KINDS, Row
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_VALUES = 2**21  # of a row: each takes about 100 bytes as a Python object
@@ -31,6 +32,8 @@ _MOST_STEP = 2**23  # of an element of several parts, which is decoded anew with
 _SEEN = 2**16  # bytes that the beginning of a file, with white space, may take
 # An array whose first element is an object or is on another line, or which is empty; an object over several lines.
 _BEGINNING = re.compile(rb"\s*(\[\s*(\{|\]\s*\Z)|\[[ \t]*\r?\n|\{[ \t]*\r?\n\s*[\"}])")
+# A table as pandas writes it: by column, by row or as arrays. For a table that is too large to be read as a row.
+_FRAME = re.compile(rb'\s*(\{\s*"([^"\\]|\\.)*"\s*:\s*\{\s*"0"\s*:|\{\s*("0"|"schema"|"columns"|"index")\s*:|\[\s*\[)')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_NUMBERS = "0123456789.eE+-"
 _LONGEST_WORD = 12  # characters: most of a word or escape that the end of the text may cut in two
@@ -65,7 +68,8 @@ def open_text(source: InputFile, rules: RowRules) -> ReadRows:
 def open_json(source: InputFile, rules: RowRules) -> ReadRows:
     """Return the reader of JSON lines, or of JSON over several lines. A line may be an OpenAI batch line."""
     with source.open() as file:
-        document = is_document(file)
+        head = file.read(_SEEN)
+    document = is_document(io.BytesIO(head))
 
     def rows(unreadable: str | None, file: BinaryIO) -> Iterator[Row]:
         found = elements(file, MAX_LINE_BYTES, source.name)
@@ -76,8 +80,23 @@ def open_json(source: InputFile, rules: RowRules) -> ReadRows:
 
     # The kind of an unreadable line is unknown. Its result has the format of the file's first readable line.
     with source.open() as file:
-        first = next((row for row in rows(None, file) if row.fields), None)
+        found = rows(None, file)
+        begin = list(islice(found, 2))
+        first = next((row for row in chain(begin, found) if row.fields), None)
+    if len(begin) == 1 and (_is_frame(begin[0]) if first else _FRAME.match(head.removeprefix(BOM))):
+        fault = "holds a whole table, as df.to_json() of pandas writes it; write a row per line instead"
+        raise InvalidInput(f"input {source.name} {fault}: {PANDAS_ROWS}")
     return partial(rows, "" if first is not None and first.is_batch else None)
+
+
+def _is_frame(row: Row) -> bool:
+    """Return whether a file's only row is a table as pandas writes it: an object by column or by row, with equal keys;
+    one of the formats split, tight and table; or a Series by row."""
+    values, data, index = list(row.fields.values()), row.fields.get("data"), row.fields.get("index")
+    by_name = all(isinstance(each, dict) and each.keys() == values[0].keys() for each in values)
+    packed = isinstance(data, list) and (isinstance(index, list) or "schema" in row.fields)
+    series = [*row.fields] == [str(i) for i in range(len(values))]
+    return not isinstance(row.prompt, str) and (by_name or packed or series)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[Row, bytes]]:

@@ -9,7 +9,7 @@ from flexengine.config import Result
 from flexengine.errors import InvalidInput, alike, bracketed, cut, listed, shown
 from flexengine.job.chats import TOOLS
 from flexengine.job.foreign import FOREIGN, NAMES_HERE, OVERRIDES
-from flexengine.job.rows import PROMPT_KINDS, Row
+from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 
 if TYPE_CHECKING:
     from flexengine.job.pandas_index import RangeColumn
@@ -20,7 +20,7 @@ OPTIONS = frozenset({*OVERRIDES, *FOREIGN})
 _READ = frozenset({*OPTIONS, TOOLS, "tool_choice", "parallel_tool_calls", "response_format"})  # data in tables
 MOST_NAMES = 1000  # names of a file that are looked at, beside those of options and of fields of results
 _SHORTEST, _LONGEST = 6, 64  # letters of a name that may be a misspelt option, and of a name that is looked at
-_ALIKE, _MOST_MISSING = 0.85, 2  # similarity of a misspelt name, and letters that it has more or less
+_ALIKE, _MOST_MISSING = 0.86, 2  # similarity of a misspelt name, and letters that it has more or less
 _BEGUN = 2 / 3  # least part of an option's name that a name of several words has
 _WORDS = re.compile("[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 _PLAIN = re.compile("[A-Za-z0-9_ -]+")  # other names are no misspelt options
@@ -125,16 +125,16 @@ _MEANINGS = {
 }
 
 
-def meant_field(name: str, has_prompt: bool = True) -> str | None:
-    """Return the option that the name of a field resembles, or, if the row has no prompt, the field for the prompt;
-    None for names that are read, and for those that resemble none.
+def meant_field(name: str, has_prompt: bool = True, kinds: Sequence[str] = PROMPT_KINDS) -> str | None:
+    """Return the option that the name of a field resembles, or, if the row has no prompt, which of `kinds`; None for
+    names that are read, and for those that resemble none.
 
     Names resemble each other if they differ in case and separators (top-p, topP), in a letter or two (max_token), or if
     one of several words is the beginning of the other (max_tok). A name with further words (temperature_max) does not.
     """
     if name in OPTIONS or name in RESULTS or name in PROMPT_KINDS or len(name) > _LONGEST:
         return None
-    if not has_prompt and (prompts := alike(name, PROMPT_KINDS, _ALIKE)):
+    if not has_prompt and (prompts := alike(name, kinds, _ALIKE)):
         return prompts[0]
     words = _words(name)
     letters = "".join(words)
@@ -175,10 +175,12 @@ class FieldNotes:
         self._rules, self._asked, self._index = rules, asked, index
         self._seen: dict[str, bool] = {}  # names of fields that have a value, and whether their first row has a prompt
         self._missing = set(rules.columns)  # columns of the template that no row has
+        self._batch = 0  # first line that is an OpenAI batch line
 
     def add(self, row: Row) -> None:
         """Note the names of a row's fields that have a value."""
         if row.is_batch or not row.fields:
+            self._batch = self._batch or (row.line if row.is_batch and row.fields else 0)
             return
         if self._missing:
             self._missing.difference_update(row.fields)
@@ -191,6 +193,9 @@ class FieldNotes:
     def lines(self, rows: int) -> Iterator[str]:
         """Yield the messages. Raise InvalidInput if the template names a column that no row has. rows: their number."""
         rules, seen = self._rules, sorted(self._seen)
+        if self._batch and rules.template is not None:
+            fault = f"line {self._batch} is an OpenAI batch line, whose prompt is in its body; leave the template out"
+            raise InvalidInput(f"--template (template in Python) makes the prompt of each row, but {fault}")
         if rows and self._missing:
             from flexengine.job.prompt_template import unknown_column
 
@@ -209,6 +214,8 @@ class FieldNotes:
             yield f"{are}; rename a field that holds data (row_options=False in Python makes all data)"
         if of_template := [name for name in seen if name in rules.columns and name in OVERRIDES]:
             yield f"{subject('field', of_template)} data, as the template has them, and set no options"
-        free = rules.column is None and not (rules.columns or rules.score)
-        if meant := {name: ours for name in own if (ours := meant_field(name, self._seen[name] or not free))}:
+        kinds: Sequence[str] = () if rules.column or rules.columns else PROMPT_KINDS
+        if rules.score:
+            kinds = [kind for kind in (CONTEXT, *SCORED_KINDS) if kind not in self._seen]
+        if meant := {name: ours for name in own if (ours := meant_field(name, self._seen[name], kinds))}:
             yield misspelt(meant)

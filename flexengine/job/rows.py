@@ -10,15 +10,16 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
-from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, shown
+from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, renamed, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
-from flexengine.job.chats import TOOLS, chat_token_ids, check_format, check_roles, messages_of, tools_of
+from flexengine.job.chats import TOOLS, chat_token_ids, check_format, messages_of, tools_of
 from flexengine.job.foreign import CHAT_ONLY, check_foreign, own_sampling, whole
 from flexengine.records import unwrapped
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 CONTEXT = "context"  # field that stands before a continuation or choices
 SCORED_KINDS = ("continuation", "choices", "text")  # fields of rows that are scored
+PANDAS_ROWS = 'df.to_json("rows.jsonl", orient="records", lines=True)'
 _PLACE = re.compile(r"^((line|row) \d+( \(line \d+\))?: )+")
 
 
@@ -223,9 +224,14 @@ def _prompt_ids(
         raise InvalidInput(f"{nulls[0]} is null or NaN, so missing; give a text, messages or token ids")
     if len(present) != 1:
         others = "rename one to prompt, or name it by --prompt-column (prompt_column of run_job in Python)"
+        hint = renamed(PROMPT_KINDS, request)
         if {"role", "content"} <= request.keys():
             others = "a message is part of an array: put it into messages, as --chat (engine.chat in Python) does"
-        fields = f" (its fields are {shown(list(request))}; {others})" if request else ", but it has no fields"
+        fields = (
+            f" (its fields are {shown(list(request))}; {hint and f'{hint} '}{others})"
+            if request
+            else ", but it has no fields"
+        )
         given = f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}"
         raise InvalidInput(f"{given}; exactly one is needed{fields * (not present)}")
     kind, prompt = present[0], request[present[0]]
@@ -258,7 +264,6 @@ def _chat_ids(
     """Return the token ids of messages, with the request's tools. kind: field that the messages are from. options, now:
     as for `chat_token_ids`."""
     messages, tools = messages_of(given), tools_of(request)
-    check_roles(messages, str(getattr(tokenizer, "chat_template", None) or ""))
     try:
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
     except RecursionError as error:

@@ -311,6 +311,23 @@ def test_blank_prompts_are_error_rows(engine: Any) -> None:
     assert len(engine.generate({"prompt_token_ids": [32]}, SHORT).token_ids) == 2
 
 
+def test_conversations_that_a_template_would_not_write(engine: Any) -> None:
+    """Are error rows; the other one runs."""
+    wrong = [
+        [{"role": "system", "content": ""}],
+        [{"role": "user", "content": "\u3164"}],
+        [*CHAT, {**CHAT[0], "role": "bot"}],
+    ]
+    *results, last = engine.chat([*wrong, CHAT], SHORT)
+    assert [result.error.split(": ", 1)[1] for result in results] == [
+        "no message has visible text (messages[0].content is empty); give one",
+        "messages[0].content is blank; give the user's text",
+        "messages[1].role is 'bot', which the chat template does not name; it must be user, assistant, system or tool:"
+        " did you mean assistant?",
+    ]
+    assert last.token_ids == engine.chat(CHAT, SHORT).token_ids
+
+
 def test_missing_values_are_error_rows(engine: Any) -> None:
     """As pandas writes them, each alone: other rows run."""
     results = engine.generate(pd.Series(["One two", None, float("nan"), "Three"], dtype=object), SHORT)

@@ -1,5 +1,6 @@
 """Messages and tools, judged by transformers' own apply_chat_template."""
 
+import re
 from datetime import datetime
 
 import pytest
@@ -7,7 +8,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.job.openai import CHAT as OPENAI_CHAT
+from flexengine.job.openai import request_of
 from flexengine.job.rows import Request, Row, encode
+from tests.helpers.inputs import batch_fields
 
 WORDS = ["<unk>", "user", "assistant", "tool", ":", "a", "b", "call", "f", "x", "1", "with", "tools", "id"]
 PLAIN = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
@@ -178,8 +183,12 @@ def test_tools_need_messages(prompt):
     ("message", "reason"),
     [
         (7, "messages[0] is 7; it must be an object with role and content"),
-        ({"content": "a"}, "messages[0].role is null; it must be a string"),
-        ({"role": "user"}, "messages[0].content is null; it must be a string or an array of text parts, or be null"),
+        ({"content": "a"}, "messages[0].role is missing; it must be a string"),
+        ({"role": None, "content": "a"}, "messages[0].role is null; it must be a string"),
+        ({"rol": "user", "content": "a"}, "messages[0].role is missing (did you mean role by 'rol'?); it must be"),
+        ({"role": "user", "value": "a"}, "messages[0].content is missing; it must be a string or an array of text"
+         " parts, or be null beside tool_calls; rename value to content"),
+        ({"role": "user"}, "messages[0].content is missing; it must be a string or an array of text parts, or be null"),
         ({"role": "user", "content": 5}, "messages[0].content is 5; it must be a string"),
         ({"role": "user", "content": []}, "messages[0].content is []"),
         ({"role": "user", "content": {"a": None}}, 'messages[0].content is {"a": null}'),
@@ -187,7 +196,7 @@ def test_tools_need_messages(prompt):
          "messages[0] has a part of type 'image_url'; only text is read, no images, audio or files"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "part of type 'input_audio'"),
         ({"role": "user", "content": ["a"]}, "has a part that is a string"),
-        ({"role": "user", "content": [{"type": "text"}]}, "a text part whose text is null; it must be a string"),
+        ({"role": "user", "content": [{"type": "text"}]}, "a text part whose text is missing; it must be a string"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content is null"),
         ({"role": "assistant", "tool_calls": "f"}, "messages[0].tool_calls is 'f'; it must be an array of objects"),
         ({"role": "assistant", "tool_calls": [CALL, None]}, "it must be an array of objects"),
@@ -195,6 +204,98 @@ def test_tools_need_messages(prompt):
 )  # fmt: skip
 def test_unusable_messages(message, reason):
     assert reason in error_of({"messages": [message]})
+
+
+BLANK = [{"type": "text", "text": ""}, {"type": "text", "text": " "}]
+TOLD = {"role": "system", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "lack"),
+    [
+        ([{"role": "system", "content": ""}], "empty"),
+        ([{"role": "system", "content": BLANK}], "blank"),
+        ([{"role": "assistant", "content": "", "tool_calls": []}], "empty"),
+        ([{"role": "tool", "content": "\u3164"}], "blank"),
+        ([{"role": "system", "content": " "}, {"role": "assistant", "content": "", "name": "a"}], "blank"),
+        ([{"role": "narrator", "content": "\0"}], "blank"),
+    ],
+)
+def test_a_conversation_without_visible_text_is_an_error(messages, lack):
+    fault = f"no message has visible text (messages[0].content is {lack}); give one"
+    assert error_of({"messages": messages}) == error_of({"prompt": messages}) == f"line 4: {fault}"
+    with pytest.raises(InvalidInput, match=re.escape(fault)):
+        request_of(batch_fields(OPENAI_CHAT, messages=messages))
+
+
+@pytest.mark.parametrize("last", ["", " ", BLANK])
+def test_an_empty_last_message_of_a_user_is_an_error(last):
+    fault = f"content is {'empty' if last == '' else 'blank'}; give the user's text"
+    assert f"messages[1].{fault}" in error_of({"messages": [TOLD, {"role": "user", "content": last}]})
+    assert f"messages[0].{fault}" in error_of({"messages": [{"role": "user", "content": last}, CHAT[1]]})
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [TOLD],
+        [CHAT[1]],
+        [{"role": "system", "content": ""}, *CHAT],
+        [{"role": "user", "content": ""}, {"role": "assistant", "content": "b"}, *ASKED],
+        [*ASKED, {"role": "assistant", "content": ""}],
+        [*ASKED, CHAT[1], {"role": "tool", "content": ""}],
+        [{"role": "assistant", "content": "a"}],
+    ],
+)
+def test_conversations_with_text_or_tool_calls_are_legal(messages):
+    expected = tokenizer().apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert list(run({"messages": messages}).prompt_ids) == expected
+
+
+KNOWN = """{% for m in messages if m.role in ['user', "b"] %}user : {{ m.content }} {% endfor %}"""
+ELSE = "{% for m in messages %}{{ 'user' if m.role == 'user' else 'assistant' }} : {{ m.content }} {% endfor %}"
+HEADED = "{% for m in messages %}{{ m.role | title }} : {{ m.content }} {% endfor %}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, KNOWN, {"default": PLAIN, "tool_use": KNOWN}])
+def test_roles_of_other_programs_are_errors(template):
+    meant = {"user": "human Human prompter User usr", "system": "developer sytem", "tool": "tools"}
+    meant["assistant"] = "bot model ai AI gpt chatbot asistant ASSISTANT"
+    for ours, roles in meant.items():
+        for role in roles.split():
+            message = error_of({"messages": [*ASKED, {"role": role, "content": "b"}]}, template)
+            assert message == (
+                f"line 4: messages[1].role is {role!r}, which the chat template does not name; it must be user,"
+                f" assistant, system or tool: did you mean {ours}?"
+            )
+
+
+@pytest.mark.parametrize("template", [PLAIN + "{# message['role'] == 'model' #}", {"default": PLAIN + '{# "model" #}'}])
+def test_roles_that_the_template_names_are_legal(template):
+    assert words(run({"messages": [*ASKED, {"role": "model", "content": "b"}]}, template)).startswith(
+        "user : a <unk> : b"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "content", "legal"),
+    [
+        (PLAIN, "narrator", "b", True),
+        (HEADED, "narrator", " b ", True),
+        (PLAIN, "narrator", "", True),
+        (KNOWN, "b", "b", True),
+        (KNOWN, "narrator", "b", False),
+        (ELSE, "narrator", "b", False),
+        (ELSE, "narrator", "narrator", False),
+    ],
+)
+def test_roles_that_the_template_leaves_out_are_errors(template, role, content, legal):
+    row = {"messages": [*ASKED, {"role": role, "content": content}, {"role": "user", "content": "b"}]}
+    if legal:
+        assert isinstance(run(row, template), Request)
+    else:
+        must = "which the chat template leaves out; it must be user, assistant, system or tool"
+        assert error_of(row, template) == f"line 4: messages[1].role is 'narrator', {must}"
 
 
 def test_half_a_surrogate_pair_and_depth_anywhere_are_errors():

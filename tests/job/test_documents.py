@@ -130,5 +130,63 @@ def test_what_is_json_over_several_lines(text, expected):
     assert is_document(io.BytesIO(text.encode())) == expected
 
 
+@pytest.mark.parametrize("orient", ["columns", "index", "split", "tight", "table", "values", "records", "lines"])
+def test_a_table_as_pandas_writes_it(tmp_path, orient, monkeypatch):
+    """Is refused, if it has no rows; also if it is too large to be read."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"prompt": ["a", "b"], "id": [1, 2]})
+    options = {"orient": "records", "lines": True} if orient == "lines" else {"orient": orient}
+    text = json.dumps(frame.to_dict(orient=orient)) if orient == "tight" else frame.to_json(**options)
+    if orient in ("records", "lines"):
+        assert [row.fields["prompt"] for row in rows_of(tmp_path, text.encode(), "in.json")] == ["a", "b"]
+        return
+    paths = [written(tmp_path, text.encode(), name) for name in ("in.json", "in.jsonl")]
+    if orient != "values":
+        paths.append(written(tmp_path, json.dumps(json.loads(text), indent=1).encode(), "indented.json"))
+    for path in paths:
+        with pytest.raises(InvalidInput) as refused:
+            InputRows(path)
+        assert str(refused.value) == FRAME.format(path)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 20)
+    with pytest.raises(InvalidInput, match="whole table"):
+        InputRows(paths[0])
+
+
+FRAME = (
+    "input {} holds a whole table, as df.to_json() of pandas writes it; write a row per line instead:"
+    ' df.to_json("rows.jsonl", orient="records", lines=True)'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ('{"prompt": {"x": "a"}, "id": {"x": 1}}', True),  # an index of names
+        ('{"prompt": {}, "id": {}}', True),
+        ('{"0": "a", "1": "b"}', True),  # a Series
+        ('{"name": "prompt", "index": [0, 1], "data": ["a", "b"]}', True),
+        ('{"meta": {"0": 1}, "prompt": "a"}', False),
+        ('{"meta": {"0": 1}, "messages": [{"role": "user", "content": "a"}]}', False),
+        ('{"prompt": {"0": "a"}, "id": 1}', False),
+        ('{"prompt": {"0": "a"}}\n{"prompt": "b"}', False),
+        ('{"meta": {"a": 1}, "prompt": "b', False),
+        ('{"data": [1], "prompt": "b"}', False),
+        ("[]", False),
+        ("{}", False),
+    ],
+)
+def test_which_only_rows_are_tables(tmp_path, text, refused):
+    if refused:
+        with pytest.raises(InvalidInput, match="holds a whole table"):
+            rows_of(tmp_path, text.encode(), "in.json")
+    else:
+        rows_of(tmp_path, text.encode(), "in.json")
+
+
+def test_a_column_named_0_is_a_prompt(tmp_path):
+    (row,) = rows_of(tmp_path, b'{"0": "a"}', "in.json", prompt_column="0")
+    assert row.request == {"prompt": "a"}
+
+
 def test_an_empty_array_has_no_rows(tmp_path):
     assert rows_of(tmp_path, b"[]\n", "in.json") == rows_of(tmp_path, b"[\n]", "in.json") == []

@@ -161,8 +161,20 @@ def test_tools_arrive_and_arguments_become_objects():
         ({"method": "GET"}, "method is 'GET'"),
         ({"url": "/v1/embeddings"}, "url is '/v1/embeddings'; it must be /v1/completions or /v1/chat/completions"),
         ({"url": ["/v1/completions"]}, "url is"),
-        ({"body": "x"}, "body is a string"),
-        ({"body": {}}, "prompt is null"),
+        ({"body": "x"}, "body is a string; it must be an object"),
+        ({"body": None}, "body is null; it must be an object"),
+        ({"body": {}}, "prompt is missing; body must have it for /v1/completions"),
+        ({"body": {"prompt": None}}, "prompt is null"),
+        ({"body": {"messages": []}}, f"must have it for {COMPLETIONS}, and messages is for {CHAT}"),
+        ({"url": CHAT, "body": {"prompt": "a"}}, f"must have it for {CHAT}, and prompt is for {COMPLETIONS}"),
+        ({"body": {"promt": "a"}}, "prompt is missing (did you mean prompt by 'promt'?); body must have it"),
+        ({"url": CHAT, "body": {"Mesages": []}}, "messages is missing (did you mean messages by 'Mesages'?); body"),
+        (
+            {"body": {"prompt": "a", "max_token": 4, "x": 1}},
+            "body has ['max_token', 'x'], which /v1/completions does"
+            " not support here; remove them, or rename max_token to max_tokens",
+        ),
+        ({"body": {"prompt": "a", "x": 1}}, "which /v1/completions does not support here; remove them"),
         ({"max_tokens": 5}, "has ['max_tokens'] beside body"),
     ],
 )
@@ -175,7 +187,9 @@ def test_a_line_with_a_key_missing_is_still_a_batch_line(missing):
     fields = line()
     del fields[missing]
     assert is_batch_line(fields, ("prompt", None))
-    assert missing in refusal(fields)
+    assert refusal(fields).startswith(f"{missing} is missing; it must be ")
+    for other in (missing.title(), missing.replace("_", "-") + "s", missing[:1] + missing[2:]):
+        assert f"{missing} is missing (did you mean {missing} by {other!r}?); " in refusal({other: 1, **fields})
     assert not is_batch_line({**fields, "prompt": "x"}, ("prompt", None))
 
 
@@ -193,7 +207,7 @@ def test_a_line_with_a_key_missing_is_still_a_batch_line(missing):
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
         (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0] has a part that is a string; it"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "audio": {"id": 1}}]}, "messages[0] has ['audio']"),
-        (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content is null"),
+        (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content is missing"),
         (CHAT, {"logprobs": 2}, "logprobs is 2; it must be true or false"),
         (CHAT, {"top_logprobs": 2}, "without logprobs"),
     ],

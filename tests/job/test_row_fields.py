@@ -13,7 +13,7 @@ from flexengine.apps.tables import cell_text
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.file_job import check_rows
 from flexengine.engine.scoring import encode_scored
-from flexengine.errors import InvalidInput
+from flexengine.errors import VISIBLE, InvalidInput, blankness
 from flexengine.job.inputs import InputRows
 from flexengine.job.results import encode_row
 from flexengine.job.row_fields import OPTIONS, RESULTS, meant_field
@@ -265,6 +265,42 @@ def test_a_misspelt_prompt(tmp_path: Path) -> None:
         assert rows.scan().notes == ("field top-p is data; did you mean top_p?",)
 
 
+def test_misspelt_fields_of_scored_rows(tmp_path: Path) -> None:
+    """A field that a row has, or that other rows have, is none; rows without one are errors that name it."""
+    path = written(
+        tmp_path, b'{"text": "a", "contxt": "b", "texts": 1, "content": 2}\n{"text": "a", "continuaton": "c"}\n'
+    )
+    with InputRows(path, score=True) as rows:
+        assert rows.scan().notes == ("fields continuaton and contxt are data; did you mean continuation and context?",)
+    with InputRows(
+        written(tmp_path, b'{"context": "a", "choise": 1}\n{"context": "a", "choices": 1}\n'), score=True
+    ) as rows:
+        assert rows.scan().notes == ()
+
+
+def test_templates_and_batch_lines(tmp_path: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    for rows, number in (([line], 1), ([{"review": "a"}, line, {**line, "custom_id": "b"}], 2)):
+        path = written(tmp_path, "\n".join(map(json.dumps, rows)).encode())
+        with pytest.raises(InvalidInput) as raised:
+            InputRows(path, template="{review}").scan()
+        assert str(raised.value) == (
+            f"--template (template in Python) makes the prompt of each row, but line {number} is an OpenAI batch line,"
+            " whose prompt is in its body; leave the template out"
+        )
+
+
+def test_columns_that_a_row_lacks(tmp_path: Path) -> None:
+    path = written(tmp_path, b'{"review": "a"}\n{"reviw": "a"}\n{"review": null}\n{"id": 1}\n')
+    must = "it must be text or a number"
+    assert [row.error for row in InputRows(path, template="{review}")] == [
+        None,
+        f"line 2: column review is missing (did you mean review by 'reviw'?); {must}",
+        f"line 3: column review is null; {must}",
+        f"line 4: column review is missing; {must}",
+    ]
+
+
 def test_one_name_for_a_column_in_all_rows(tmp_path: Path) -> None:
     """Whatever other fields a row has; no two fields get one name."""
     rows = [{"error": 1}, {"error": 2, "input_error": 3}, {"input_error": 4, "input_input_error": 5, "input_x": 6}]
@@ -374,11 +410,11 @@ def test_the_proposed_column_has_the_longest_texts(tmp_path: Path, table: dict[s
          ' needed (its fields are ["text", "chat_template_kwargs"]; rename one to prompt, or name it by --prompt-column'
          " (prompt_column of run_job in Python))"),
         ({"messages": [{"role": "usr", "content": "a"}]}, "messages[0].role is 'usr', which the chat template does not"
-         " name; did you mean user?"),
+         " name; it must be user, assistant, system or tool: did you mean user?"),
         ({"messages": [{"role": "gpt", "content": "a"}]}, "messages[0].role is 'gpt', which the chat template does not"
-         " name; did you mean assistant?"),
-        ({"messages": [{"from": "human", "value": "a"}]}, "messages[0].role is null; it must be a string such as user;"
-         " rename from and value to role and content"),
+         " name; it must be user, assistant, system or tool: did you mean assistant?"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "messages[0].role is missing; it must be a string such as"
+         " user; rename from to role and value to content"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("chat", [False, True])
@@ -388,7 +424,10 @@ def test_reasons(fields: dict[str, Any], reason: str, chat: bool) -> None:
     assert found.error == f"line 1: {reason}"
 
 
-@pytest.mark.parametrize("text", [" ", "\n", "\t \r\n", "\u00a0\u3000", "\u200b", "\ufeff", "\u2060 \u200d\u00ad"])
+BLANKS = [" ", "\n", "\t \r\n", "\u00a0\u3000", "\u200b", "\ufeff", "\u2060 \u200d\u00ad", "\0\x1b\x7f", "\u3164"]
+
+
+@pytest.mark.parametrize("text", [*BLANKS, "\u2800\ufe0f", "\u115f\u1160\uffa0\u034f\u180b", "\U000e0041\U000e0100"])
 def test_blank_texts_are_empty(tmp_path: Path, text: str) -> None:
     """At every door, as wrangle takes their cells for missing; a scored context is free."""
     tokenizer = make_tokenizer()
@@ -415,10 +454,29 @@ def test_blank_texts_are_empty(tmp_path: Path, text: str) -> None:
     assert isinstance(encode_scored(scored, byte_tokenizer(), 64, DEFAULTS, 300), Request)
 
 
+def test_characters_that_show_nothing() -> None:
+    """Those that Unicode says to ignore, controls, white space and blank letters; no others."""
+    regex = pytest.importorskip("regex")
+    every = "".join(map(chr, [*range(0xD800), *range(0xF900, 0x20000), *range(0xDFF00, 0xE1100)]))
+    ignorable = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cc}\s]+").sub("", every)
+    left = set(VISIBLE.findall(every))
+    assert sorted(left ^ set(ignorable)) == list("\u2800\ufff9\ufffa\ufffb\U00013441\U00013442\U0001d159")
+    for text in (
+        "\u2764\ufe0f",
+        "1\ufe0f\u20e3",
+        "\U0001f3f4\U000e0067\U000e007f",
+        "\u0301",
+        "\ufffd",
+        "\ud800",
+        "\0a",
+    ):
+        assert not blankness(text)
+
+
 def test_roles_of_a_model_are_allowed() -> None:
-    """Names that resemble none, and those of the template."""
+    """Names that resemble none, and those that the template has in quotes."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template += "{# usr #}"
+    tokenizer.chat_template += "{# 'usr' #}"
     for role in ("narrator", "usr"):
         messages = [{"role": role, "content": "hello"}]
         assert isinstance(encode(Row(0, 1, {"messages": messages}), tokenizer, 64, DEFAULTS), Request)
@@ -432,8 +490,13 @@ def test_roles_of_a_model_are_allowed() -> None:
         ({"context": "a", "choices": None}, "choices is null or empty; give a text"),
         (
             {"contxt": "a", "choices": ["b"]},
-            'has choices, but no context (its fields are ["contxt", "choices"]); give one: in JSON "" is the beginning'
-            " of a text",
+            'has choices, but no context (its fields are ["contxt", "choices"]; did you mean context by \'contxt\'?);'
+            ' give one: in JSON "" is the beginning of a text',
+        ),
+        (
+            {"context": "a", "choise": ["b"]},
+            "has none of continuation, choices, text to score, and none of prompt, messages, prompt_token_ids to run"
+            """ (its fields are ["context", "choise"]; did you mean choices by 'choise'?)""",
         ),
         (
             {"context": None, "choices": ["b"]},

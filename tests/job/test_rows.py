@@ -137,7 +137,7 @@ def test_prompts_that_are_messages_or_token_ids() -> None:
         assert "a string, an array of messages (objects with role and content) or an array of" in error_of(
             {"prompt": wrong}
         )
-    assert "messages[0].role is null" in error_of({"prompt": [{"content": "a"}]})
+    assert "messages[0].role is missing" in error_of({"prompt": [{"content": "a"}]})
 
 
 NEUTRAL = {

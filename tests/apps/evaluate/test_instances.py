@@ -106,7 +106,7 @@ def test_bad_rows_become_instances_with_an_error(tmp_path: Path) -> None:
     assert [each.error for each in made[:3]] == [None] * 3
     assert [each.error for each in made[3:]] == [
         "line 4: invalid JSON: Expecting value at character 7",
-        "line 5: column q is null; it must be text or a number",
+        "line 5: column q is missing; it must be text or a number",
         'line 6: the choices are ["1"]; there must be at least 2',
         "line 7: column a is null; it must be text or a number",
         "line 8: column q is an array; it must be text or a number",
