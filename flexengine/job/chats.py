@@ -40,8 +40,8 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
 
 
 def check_roles(messages: list[dict[str, Any]], templates: Any, text: str | None = None) -> None:
-    """Raise InvalidInput for a role that chat templates do not name in quotes, if it resembles one that all have or has
-    another name there, or if a template has left it out. Many templates write any role.
+    """Raise InvalidInput for a role that chat templates do not name, if it resembles one that all have or has another
+    name there, or if a template has left it out and does not name it in quotes. Many templates write any role.
 
     Args:
         templates: text of the tokenizer's template, or a text by name; None if it has none.
@@ -52,7 +52,8 @@ def check_roles(messages: list[dict[str, Any]], templates: Any, text: str | None
         if role in _ROLES or f"'{role}'" in named or f'"{role}"' in named:
             continue
         must = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
-        if near := [_OTHER_NAMES[role.lower()]] if role.lower() in _OTHER_NAMES else alike(role, _ROLES):
+        written = re.search(rf"(?<!\w){re.escape(role)}(?!\w)", named)  # as a header of the text, such as bot:
+        if not written and (near := [_OTHER_NAMES[role.lower()]] if role.lower() in _OTHER_NAMES else alike(role, _ROLES)):
             fault = f"which the chat template does not name; {must}: did you mean {near[0]}?"
             raise InvalidInput(f"messages[{i}].role is {shown(role)}, {fault}")
         if text is not None:

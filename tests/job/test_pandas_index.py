@@ -186,7 +186,7 @@ def test_the_remedy_for_a_frame_keeps_its_index(tmp_path: Path) -> None:
             refuse_table("input", table, file=True)
         if kept is not None:
             assert ("df.to_parquet('rows.parquet')" in str(error.value)) is kept
-            assert ("df.to_json('rows.jsonl', orient='records', lines=True)" in str(error.value)) is not kept
+            assert ('df.to_json("rows.jsonl", orient="records", lines=True)' in str(error.value)) is not kept
 
 
 def test_prompts_of_tables_show_no_index_without_a_name() -> None:
