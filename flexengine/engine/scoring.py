@@ -160,7 +160,8 @@ def split(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], l
 
     White space at the end of the context is moved to the continuation, as most tokenizers join it with the next word.
     The continuation's tokens are those of the whole text after as many tokens as the context has alone. An empty
-    context is the beginning-of-sequence token, or the end-of-sequence token if there is none.
+    context is the beginning-of-sequence token, or the end-of-sequence token if there is none. A context that begins
+    with the tokens that the tokenizer puts before a text gets no further ones.
     """
     bare = context.rstrip()
     context, continuation = bare, context[len(bare) :] + continuation
@@ -168,7 +169,8 @@ def split(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], l
         begin, rest = first_token(tokenizer), token_ids(tokenizer, continuation, special=False)
         return (begin, rest) if rest[:1] != begin else (begin, rest[1:])
     alone, whole = (token_ids(tokenizer, text, special=False) for text in (context, context + continuation))
-    return opening(tokenizer) + alone, whole[len(alone) :]
+    begin = opening(tokenizer)
+    return (alone if begin and alone[: len(begin)] == begin else begin + alone), whole[len(alone) :]
 
 
 def first_token(tokenizer: Any) -> list[int]:

@@ -214,6 +214,7 @@ class PromptReader:
         self.shares, self.vocabulary = shares, skeleton.head[1][0]
         self._checked: Any = None  # texts of the last row that were looked up: most jobs have the same for all rows
         self._unused = set[str]()  # variables of chat templates that were reported as unused
+        self._doubled = False  # whether a message has named a doubled first token
         self._names = set[str]()  # of fields that were looked at, the first MOST_NAMES
         self.unscored = skeleton.head_module.step.fault  # why this model cannot score; None if it can
 
@@ -255,6 +256,7 @@ class PromptReader:
                         check_edits(item.sampling, self.tokenizer, self.vocabulary)
                         self._checked = edits
                     self._report_unused(item.sampling.chat_template_kwargs or {})
+                    self._report_doubled(item)
                 yield item
             except InvalidInput as error:
                 yield row.refused(str(error))
@@ -279,6 +281,17 @@ class PromptReader:
                     f"the model's chat template does not use {listed(unused, last=', ')}, so it has no effect",
                     logging.WARNING,
                 )
+
+    def _report_doubled(self, request: Request) -> None:
+        """Report, once, a text that begins with the token that the tokenizer puts before it."""
+        first = getattr(self.tokenizer, "bos_token_id", None)
+        text = isinstance(request.prompt, str) and not request.choices
+        if self._doubled or not text or first is None or request.prompt_ids[:2] != (first, first):
+            return
+        self._doubled = True
+        name = self.tokenizer.bos_token
+        fault = f"prompts begin with {name!r}, which the tokenizer adds, too, so that it is there twice"
+        message(f"{fault}: leave it out of the text, or send messages or prompt_token_ids", logging.WARNING)
 
     def survey(
         self,

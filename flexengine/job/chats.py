@@ -53,7 +53,8 @@ def check_roles(messages: list[dict[str, Any]], templates: Any, text: str | None
             continue
         must = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
         written = re.search(rf"(?<!\w){re.escape(role)}(?!\w)", named)  # as a header of the text, such as bot:
-        if not written and (near := [_OTHER_NAMES[role.lower()]] if role.lower() in _OTHER_NAMES else alike(role, _ROLES)):
+        other = _OTHER_NAMES.get(role.lower())
+        if not written and (near := [other] if other else alike(role, _ROLES)):
             fault = f"which the chat template does not name; {must}: did you mean {near[0]}?"
             raise InvalidInput(f"messages[{i}].role is {shown(role)}, {fault}")
         if text is not None:

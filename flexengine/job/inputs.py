@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
@@ -185,10 +186,12 @@ _FOREIGN = (
     (rb"BZh[1-9]1AY&SY", "compressed with bzip2; decompress it first (bunzip2 -k)"),
     (rb"\xfd7zXZ\x00", "compressed with xz; decompress it first (unxz -k)"),
 )
+_CR_ENDS = {"txt": rb"\S\s*\r\s*\S", "jsonl": rb"\}[ \t]*\r\s*\{"}  # in files without LF
 _UTF32_BOMS = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _STEP = 2**20  # bytes read at a time
 _SEEN = 32  # bytes of the beginning that are looked at
+_SEEN_LINES = 2**14  # bytes of the beginning that are searched for line ends
 
 
 class InputFile:
@@ -241,10 +244,9 @@ class InputFile:
             self.packing = self._packing_of(packed)
             if not FORMATS[self.form].seeks:
                 stated = stated_delimiter(self._checked_head())
-                if self.delimiter and stated and stated != self.delimiter:
-                    if delimiter is not None:
-                        message(f"{name} states {stated!r} in its first line; {self.delimiter!r} is not used for it")
-                    self.delimiter = stated
+                if self.delimiter and stated and stated != self.delimiter and delimiter is not None:
+                    message(f"{name} states {stated!r} in its first line; {self.delimiter!r} is not used for it")
+                self.delimiter = self.delimiter and (stated or self.delimiter)
         except BaseException:
             self.close()
             raise
@@ -286,8 +288,7 @@ class InputFile:
 
     def _regular(self) -> Path:
         """Return a regular file that holds the input's bytes."""
-        stream = is_stream(self.name)
-        number = descriptor(self.name)
+        stream, number = is_stream(self.name), descriptor(self.name)
         try:
             with open(self.name if number is None else number, "rb", closefd=number is None) as file:
                 return self._copied(file) if stream else self.name
@@ -342,7 +343,11 @@ class InputFile:
     def _checked_head(self) -> bytes:
         """Return the first bytes. Raise InvalidInput if they are those of another kind of file, or not UTF-8."""
         with self.open() as file:
-            head = file.read(_SEEN)
+            start = file.read(_SEEN_LINES)
+            pattern = b"\n" not in start and _CR_ENDS.get(self.form)
+            parts = iter(partial(file.read, _STEP), b"")
+            lines = not (pattern and re.search(pattern, start)) or any(b"\n" in part for part in parts)
+        head = start[:_SEEN]
         if what := next((what for pattern, what in _FOREIGN if re.match(pattern, head)), None):
             forms = {form: self.remedies.form.format(form) for form in ("parquet", "arrow")}
             raise InvalidInput(f"input {self.name} is {what.format(**forms)}")
@@ -351,16 +356,19 @@ class InputFile:
         zeros = len(odd) > 1 and ((not any(odd) and all(even)) or (not any(even) and all(odd)))
         if wide or head.startswith(_UTF16_BOMS) or zeros:
             encoding = "UTF-32" if wide else "UTF-16"
-            command = f"iconv -f {encoding} -t UTF-8"
-            if self._copy is None and not self.packing:
-                made = self.name.with_name(f"utf8-{self.name.name}")
-                command += f" {quote(str(self.name))} > {quote(str(made))}"
-            first = "decompress it, and " if self.packing else ""
-            raise InvalidInput(
-                f"input {self.name} is encoded in {encoding}, as some programs of Windows write it; text"
-                f" must be UTF-8: {first}convert it with {command}"
-            )
+            fault = f"is encoded in {encoding}, as some programs of Windows write it; text must be UTF-8"
+            raise InvalidInput(f"input {self.name} {fault}: {self._by(f'iconv -f {encoding} -t UTF-8', 'utf8')}")
+        if not lines:
+            fault = "ends lines with a carriage return (CR) alone, so it would be one line: "
+            raise InvalidInput(f"input {self.name} {fault}" + self._by(r"tr '\r' '\n'", "lf", "< "))
         return head
+
+    def _by(self, command: str, prefix: str, reads: str = "") -> str:
+        """Return how a command converts the input. prefix: of the new file's name. reads: before the input's name."""
+        if self._copy is not None or self.packing:
+            return f"{'decompress it, and ' if self.packing else ''}convert it with {command}"
+        made = self.name.with_name(f"{prefix}-{self.name.name}")
+        return f"convert it with {command} {reads}{quote(str(self.name))} > {quote(str(made))}"
 
 
 def _form_of(name: Path, form: str | None, of_stream: str, remedies: Remedies) -> tuple[str, str]:

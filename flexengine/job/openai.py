@@ -95,6 +95,8 @@ def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:
 def _completion(body: dict[str, Any]) -> dict[str, Any]:
     prompt, logprobs = body.pop("prompt", None), body.pop("logprobs", None)
     options = {} if logprobs is None else {"logprobs": logprobs}
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]  # an array of one prompt, as clients write it, has the response of the prompt
     if isinstance(prompt, str):
         return {"prompt": prompt, **options}
     if not isinstance(prompt, list) or not prompt:

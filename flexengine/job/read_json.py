@@ -339,6 +339,9 @@ def json_object(raw: bytes, constant: Callable[[str], Any] = lambda _: None) -> 
 
 def json_reason(error: json.JSONDecodeError) -> str:
     """Return why a text is no JSON. Python's own advice on a byte order mark is for programmers."""
+    if error.msg == "Extra data":
+        further = {",": "a comma after the object (remove it)", "{": "a second object (give each its own line)"}
+        return further.get(error.doc[error.pos : error.pos + 1], error.msg)
     return "a byte order mark (BOM)" if "BOM" in error.msg else error.msg.removesuffix(" at")
 
 

@@ -20,7 +20,7 @@ from io import BytesIO
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from flexengine.errors import FlexError
+from flexengine.errors import FlexError, InvalidInput
 from flexengine.job.own_process import set_limit, started
 
 CPU_SECONDS = 3.0  # most time of the processor for one conversation; usual templates take under a millisecond
@@ -57,11 +57,18 @@ def chat_text(
 
     Raises:
         TemplateFault: the template raises an error, or exceeds a limit of time or memory.
-        ValueError: the tokenizer has no chat template.
+        InvalidInput: the tokenizer has no chat template, or several of which none is the default.
     """
     if not has_template(tokenizer):
         text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
         return text
+    known = tokenizer.chat_template
+    if not known:
+        fault = "the model has no chat template, so it cannot run messages"
+        raise InvalidInput(f"{fault}: send prompt, or put a chat_template.jinja into the model's directory")
+    if isinstance(known, Mapping) and not {"default", *["tool_use"] * bool(tools)} & known.keys():
+        fault = f"the model has no chat template named default, only {', '.join(sorted(known))}"
+        raise InvalidInput(f"{fault}: copy the one to use to chat_template.jinja in the model's directory")
     template = tokenizer.get_chat_template(None, tools)
     given = {"conversations": [messages], "tools": tools, "chat_template": template}
     return _RENDERER.text(template, {**tokenizer.special_tokens_map, **variables, **given}, now or datetime.now())

@@ -69,7 +69,9 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only language models are supported")
     if coupled := coupled_rope(config):
-        raise UnsupportedModel(f"{name} uses {min(coupled)} rotary scaling, which ties a batch's rows together")
+        remedy = "; texts within max_position_embeddings do not need it: remove it from config.json for these"
+        fault = f"{name} uses {min(coupled)} rotary scaling, which ties a batch's rows together"
+        raise UnsupportedModel(fault + remedy * (coupled == {"dynamic"}))
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None:
         raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model of transformers")

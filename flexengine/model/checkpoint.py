@@ -26,7 +26,15 @@ import torch
 
 from flexengine.activity import message
 from flexengine.errors import BadCheckpoint, UnsupportedModel, json_kind
-from flexengine.model.files import ADAPTER_WEIGHTS, AGAIN, check_content, indexed_files, regular_file
+from flexengine.model.files import (
+    ADAPTER_WEIGHTS,
+    AGAIN,
+    PLAIN,
+    check_complete,
+    check_content,
+    indexed_files,
+    regular_file,
+)
 from flexengine.system.read_retries import opened
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -46,6 +54,9 @@ _EXTRAS = {
     "scales of an 8-bit KV cache": r"\.([kvq]|kv|prob)_(scale|zero_point)$|\.[kv]_proj\.output_scale$",
     "layers for multi-token prediction": r"^(\w+\.)?mtp(_\w+)?\.",
 }
+_QUANTISED = re.compile(
+    r"\.(qweight|qzeros|weight_(packed|scale(_inv)?|scale_2)|(weight\.)?(absmax|quant_map)|SCB|codebooks)$"
+)
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.(.+)")
 _PIECE = 1 << 24  # bytes compared at a time
 _ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
@@ -126,7 +137,8 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Origin:
     begin, end = entry["data_offsets"]
     shape: tuple[int, ...] = tuple(entry["shape"])
     if entry["dtype"] not in DTYPES:
-        raise BadCheckpoint(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
+        fault = f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported"
+        raise BadCheckpoint(fault + f"; {PLAIN}" * (str(entry["dtype"])[:2] in ("F8", "F6", "F4")))
     dtype = DTYPES[entry["dtype"]]
     if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
         raise BadCheckpoint(f"{path}: tensor {name} has offsets {begin}..{end} and shape {shape[:_MAX_DIMENSIONS]}")
@@ -159,6 +171,7 @@ def _shards(directory: Path) -> list[Path]:
     if os.path.lexists(index):
         return indexed_files(index)
     if shards := sorted(set(directory.glob("*.safetensors")) - {directory / ADAPTER_WEIGHTS}):
+        check_complete(shards)
         return shards
     raise BadCheckpoint(f"{directory} holds no .safetensors file")
 
@@ -338,7 +351,25 @@ def _check(located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]],
         "not floating point": sorted(n for n, o in have.items() if not o.dtype.is_floating_point),
         "not used by the model": list(unused),
     }
-    remedy = "; if they may be left out, load it with transformers and save it again (save_pretrained)" * bool(unused)
     if any(faults.values()):
         lines = (f"{what}: {', '.join(n[:8])}{' ...' * (len(n) > 8)} ({len(n)})" for what, n in faults.items() if n)
-        raise BadCheckpoint(f"the checkpoint does not fit its config: {'; '.join(lines)}{remedy}")
+        remedy = _remedy(faults, wanted, have)
+        raise BadCheckpoint(f"the checkpoint does not fit its config: {'; '.join(lines)}; {remedy}")
+
+
+def _remedy(faults: dict[str, list[str]], wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, Origin]) -> str:
+    """Return what to do about a checkpoint that does not fit its config. Arguments as in `_check`."""
+    missing, unused = faults["missing"], faults["not used by the model"]
+    if any(_QUANTISED.search(name) for name in unused):
+        return f"its weights are quantised; {PLAIN}"
+    if any(".lora_A." in name or ".base_layer." in name for name in unused):
+        return "it holds an adapter of peft: merge it (merge_and_unload), and save the model"
+    before = next((name.removesuffix(missing[0]) for name in unused if missing and name.endswith(missing[0])), "")
+    if before and {before + name for name in missing} <= {*unused}:
+        return f"its tensors are named with {before!r} before the names of the model: rename them without it"
+    head = wanted[missing[0]] if len(missing) == 1 and re.search(r"(^lm_head|embed_out)\.", missing[0]) else None
+    if any(origin.shape == head for origin in have.values()):
+        return 'if the head is the embedding, as where both are tied, put "tie_word_embeddings": true into config.json'
+    if len(unused) == sum(map(len, faults.values())):
+        return "if they may be left out, load it with transformers and save it again (save_pretrained)"
+    return "correct config.json, or download it and the weights again"

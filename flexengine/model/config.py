@@ -19,7 +19,7 @@ import torch
 from flexengine.activity import message
 from flexengine.errors import BadCheckpoint, InvalidInput, UnsupportedModel, shown
 from flexengine.model.checkpoint import read_checkpoint
-from flexengine.model.files import AGAIN, read_object
+from flexengine.model.files import AGAIN, PLAIN, read_object
 
 # Maximum of a number by its key: the first pattern that matches applies. All known models are far below these limits.
 _LIMITS = {
@@ -97,10 +97,7 @@ def parsed_config(
     check_limits(path, raw)
     _check_sources(path, raw, trust_remote_code)
     if (stated := quantisation(raw)) and weights:
-        raise UnsupportedModel(
-            f"{path}: the weights are quantised ({stated}), which is not supported;"
-            " take the model's unquantised checkpoint or a GGUF file"
-        )
+        raise UnsupportedModel(f"{path}: the weights are quantised ({stated}), which is not supported; {PLAIN}")
     _check_fields(path, raw)
     from transformers import AutoConfig
 

@@ -4,6 +4,7 @@ import codecs
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ _STAND_INS = {
     ),
 }
 AGAIN = "download it again"
+PLAIN = "take the model's unquantised checkpoint or a GGUF file"
 MAX_OBJECT_BYTES = 16 * 2**20  # limit of a config
 MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes
 
@@ -74,7 +76,7 @@ def regular_file(file: Path, directory: Path | None = None) -> Path:
         target, root = file.resolve(strict=True), (directory or file.parent).resolve()
         kind = target.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}") from error
+        raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}; {AGAIN}") from error
     allowed = root.parent.parent if is_snapshot(root) else root
     if not target.is_relative_to(allowed) and _allowed.get(file.absolute()) != target:
         raise BadCheckpoint(
@@ -166,6 +168,17 @@ def indexed_files(index: Path) -> list[Path]:
         fault = f"{len(missing)} of {len(files)} are missing, such as {missing[0]}"
         raise BadCheckpoint(f"{index} names shards that are not there: {fault}; download these")
     return [model_file(file) for file in files]
+
+
+def check_complete(files: Sequence[Path]) -> None:
+    """Raise BadCheckpoint if files without a shard index are fewer than their names count, as 2-of-3."""
+    counts = [match for file in files if (match := re.search(r"(\d+)-of-(\d+)(?=\.\w+$)", file.name))]
+    names = {file.name for file in files}
+    for match in counts:
+        shards = (f"{n:0{len(match[1])}}-of-{match[2]}" for n in range(1, int(match[2]) + 1))
+        expected = (match.string[: match.start()] + shard + match.string[match.end() :] for shard in shards)
+        if absent := next((name for name in expected if name not in names), None):
+            raise BadCheckpoint(f"{files[0].parent} holds {match.string}, but not {absent}; download all shards")
 
 
 def is_snapshot(root: Path) -> bool:

@@ -112,12 +112,15 @@ def end_tokens(path: Path, values: Mapping[str, Any]) -> list[int]:
     for key, token in ends.items():
         if token is not None and not (type(token) is int and 0 <= token < (len(tokens) or 2**32)):
             raise BadCheckpoint(f"{path}: {key}_token_id is {token}, but there are {len(tokens):,} tokens")
-    template = str(values.get("tokenizer.chat_template", ""))
-    written = {text for text in _TURN_ENDS if text in template}
-    if written and not _CHANNELS.isdisjoint(tokens):
-        written.discard("<|end|>")
+    written = turn_ends(str(values.get("tokenizer.chat_template", "")), tokens)
     named = (number for number, text in enumerate(tokens if written else ()) if text in written)
     return list(dict.fromkeys([*(token for token in ends.values() if token is not None), *named]))
+
+
+def turn_ends(template: str, tokens: Collection[str]) -> set[str]:
+    """Return the texts of tokens by which a chat template ends a turn. tokens: texts of all tokens."""
+    written = {text for text in _TURN_ENDS if text in template}
+    return written - {"<|end|>"} if written and not _CHANNELS.isdisjoint(tokens) else written
 
 
 def byte_level(path: Path, values: Mapping[str, Any]) -> Any:

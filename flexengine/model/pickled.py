@@ -15,7 +15,7 @@ import torch
 
 from flexengine.errors import BadCheckpoint, FlexError
 from flexengine.model.config import parsed_config
-from flexengine.model.files import indexed_files, model_file
+from flexengine.model.files import check_complete, indexed_files, model_file
 from flexengine.model.shards import StoredTensor, check_memory, pieces_of, write_shards
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -46,7 +46,8 @@ def bin_shards(path: Path) -> list[Path]:
     index = path / "pytorch_model.bin.index.json"
     if os.path.lexists(index):
         return indexed_files(index)
-    return [model_file(file) for file in sorted(path.glob("pytorch_model*.bin"))]
+    check_complete(files := sorted(path.glob("pytorch_model*.bin")))
+    return [model_file(file) for file in files]
 
 
 def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path, memory: int | None = None) -> None:

@@ -143,6 +143,8 @@ def _without_config(path: Path) -> str:
     """Return what a directory without a config.json is, and what to give as the model instead."""
     if (path / ADAPTER_CONFIG).is_file():
         return f"is {_adapter(path)}: {_MERGE}"
+    if (path / "config.json").is_symlink():
+        return "has a config.json that is a link to a file that is not there; download it again"
     levels = ("*", "snapshots/*", "models--*/snapshots/*")  # of a folder, a repository in the hub's cache, the cache
     if inner := sorted(file.parent for level in levels for file in path.glob(f"{level}/config.json")):
         main = path / "refs" / "main"
@@ -151,6 +153,8 @@ def _without_config(path: Path) -> str:
         return f"has no config.json, but {chosen} has one: give that directory as the model"
     if ggufs := sorted(file.name for file in path.glob("*.gguf")):
         return f"has no config.json; it holds {ggufs[0]}: give that file as the model"
+    if (path / "params.json").is_file():  # consolidated.*.pth or .safetensors, of Meta or Mistral
+        return 'has a params.json, but no config.json: take the model\'s files for transformers ("-hf"), or convert it'
     return "has no config.json; a model directory has one"
 
 

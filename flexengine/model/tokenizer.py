@@ -11,6 +11,7 @@ from typing import Any
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_fault, library_faults, shown
 from flexengine.model.files import check_mark, model_file, read_object
+from flexengine.model.gguf_pre import turn_ends
 
 _GENERATION = "generation_config.json"
 # Settings of generate(do_sample=False) of transformers that change tokens, with the value that changes none.
@@ -58,7 +59,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     # transformers otherwise prefers mistral-common, if it is installed, to the tokenizer.json beside a tekken.json
     options = {"mistral_format": False} if whole else {}
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **options)
     except BaseException as error:
         if not is_fault(error):
             raise
@@ -66,6 +67,10 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
             read_object(file, _MAX_BYTES)  # its error names the file and the place in it
         hint = _HINT if "auto_map" in settings and not trust_remote_code else ""
         raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error or repr(error)}{hint}") from error
+    template = _settings(directory / "chat_template.json").get("chat_template")  # of the model's processor
+    if isinstance(template, str) and getattr(tokenizer, "chat_template", template) is None:
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def _check_reader(directory: Path) -> None:
@@ -125,6 +130,24 @@ def unapplied(directory: Path) -> str:
     return (
         f"{path} has {listed}, which generate of transformers applies and this engine does not, so tokens may"
         f" differ{remedy if penalty else ''}"
+    )
+
+
+def unended(tokenizer: Any, eos: Collection[int]) -> str:
+    """Return a message if the tokenizer's end token, or one by which its chat template ends a turn, ends no text; "" if
+    all do. eos: the model's end tokens."""
+    if tokenizer is None:
+        return ""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    ends = {getattr(tokenizer, "eos_token", None), *turn_ends(str(getattr(tokenizer, "chat_template", "")), vocabulary)}
+    lost = {name: token for name, token in sorted(vocabulary.items()) if name in ends and token not in eos}
+    if not lost:
+        return ""
+    listed = " and ".join(f"{name!r} (--stop-token-id {token})" for name, token in lost.items())
+    known = f"only {', '.join(map(str, sorted(eos)))}" if eos else "no token"
+    return (
+        f"the tokenizer ends texts or turns with {listed}, which end no text here, as in generate of transformers:"
+        f" by generation_config.json or config.json {known} does; give the option if they should"
     )
 
 
@@ -193,6 +216,13 @@ def _special(tokenizer: Any, text: str) -> int | None:
         return token if tokenizer.decode([token]) == text else None
 
 
+def _marked(strings: Sequence[str], tokenizer: Any) -> tuple[str, ...]:
+    """Return the stop strings that hold the name of a special token and other text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values() if strings else ()
+    names = [token.content for token in added if token.special and token.content]
+    return tuple(string for string in strings if any(name in string and name != string for name in names))
+
+
 def bad_word_ids(sampling: SamplingParams, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each bad word, as vLLM has them: those of the text without white space before it, and those
     after a space if they are as many and begin with another token. Raise InvalidInput if a text has no tokens."""
@@ -237,8 +267,9 @@ class Stops:
     Stop strings are searched in the text that `text` returns: of generated tokens only, without special tokens. The
     text continues the prompt's: many tokenizers drop the leading space of tokens that are decoded without the prompt. A
     stop string that is the name of a special token, such as <|im_end|>, never occurs in this text and stands for the
-    token. With min_tokens a stop string counts only if it ends after this many tokens, as in vLLM. `sample` gives end
-    tokens no probability before.
+    token. One that holds such a name and other text, such as <|im_start|>user, is searched in the text with special
+    tokens, as in transformers. With min_tokens a stop string counts only if it ends after this many tokens, as in vLLM.
+    `sample` gives end tokens no probability before.
 
     Args:
         tokenizer: a transformers tokenizer, or None. Stop strings without one raise InvalidInput.
@@ -252,6 +283,7 @@ class Stops:
         self._prompt, self._least = prompt, sampling.min_tokens
         named = named_tokens(sampling, tokenizer)
         self._tokenizer, self._strings = tokenizer, sampling.stop
+        self._marked = _marked(sampling.stop, tokenizer)
         self.tokens = named.union(sampling.stop_token_ids, () if sampling.ignore_eos else eos)
         self._longest = max(map(len, sampling.stop), default=0)
 
@@ -265,7 +297,7 @@ class Stops:
             return None
         # A decoded tail may contain a stop string that the whole text does not, so the whole text is searched too.
         match = self._first(self._tail(generated)) >= 0 and self._end_of(generated, self._continuation(generated)) >= 0
-        return "stop" if match else None
+        return "stop" if match or self._marked_by(generated) else None
 
     def text(self, generated: list[int]) -> str | None:
         """Return the text without special tokens, up to the first stop string; None without a tokenizer.
@@ -276,7 +308,20 @@ class Stops:
             return None
         text = self._continuation(generated)
         end = self._end_of(generated, text)
+        if end < 0 and (string := self._marked_by(generated)):
+            at, count = self._decode(generated, False).rfind(string), len(generated)
+            while len(before := self._decode(generated[: count - 1], False)) > at:
+                count -= 1
+            return self._continuation(generated[: count - 1]) + self._decode(generated[:count], False)[len(before) : at]
         return text if end < 0 else text[:end]
+
+    def _marked_by(self, generated: list[int]) -> str:
+        """Return the stop string with a special token's name that the last token completes; "" if there is none."""
+        if not self._marked or len(generated) <= self._least:
+            return ""
+        last = generated[-4 * self._longest - 8 :]  # a character has 4 tokens at most, one for each byte
+        now, before = self._decode(last, False), self._decode(last[:-1], False)
+        return next((string for string in self._marked if now.count(string) > before.count(string)), "")
 
     def _tail(self, generated: list[int]) -> str:
         """Return the end of the text, long enough to contain any stop string that the last token completes.
@@ -325,7 +370,7 @@ class Stops:
         same = next((i for i, character in enumerate(before) if whole[i : i + 1] != character), len(before))
         return whole[same:] if set(before[same:]) <= {_BROKEN} else self._decode(generated)
 
-    def _decode(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int], skip: bool = True) -> str:
         with library_faults("the generated tokens cannot be decoded"):
-            text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+            text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip)
         return text

@@ -258,6 +258,12 @@ def test_an_empty_context_before_its_own_token() -> None:
     assert split(merging_tokenizer(True), "", "<s>the") == ([0], merging_tokenizer(False).encode("the"))
 
 
+def test_a_context_that_names_the_first_token_has_it_once() -> None:
+    """As in lm-evaluation-harness (`has_bos_prefix`)."""
+    tokenizer = merging_tokenizer(True)
+    assert split(tokenizer, "<s>the answer", " is") == split(tokenizer, "the answer", " is")
+
+
 def logprobs_of(engine: Any, begin: list[int], rest: list[int]) -> tuple[list[float], bool]:
     with torch.no_grad():
         logits = engine.reference(torch.tensor([begin + rest])).logits[0, len(begin) - 1 : -1].double()

@@ -316,13 +316,13 @@ def test_conversations_that_a_template_would_not_write(engine: Any) -> None:
     wrong = [
         [{"role": "system", "content": ""}],
         [{"role": "user", "content": "\u3164"}],
-        [*CHAT, {**CHAT[0], "role": "bot"}],
+        [*CHAT, {**CHAT[0], "role": "gpt"}],
     ]
     *results, last = engine.chat([*wrong, CHAT], SHORT)
     assert [result.error.split(": ", 1)[1] for result in results] == [
         "no message has visible text (messages[0].content is empty); give one",
         "messages[0].content is blank; give the user's text",
-        "messages[1].role is 'bot', which the chat template does not name; it must be user, assistant, system or tool:"
+        "messages[1].role is 'gpt', which the chat template does not name; it must be user, assistant, system or tool:"
         " did you mean assistant?",
     ]
     assert last.token_ids == engine.chat(CHAT, SHORT).token_ids

@@ -93,6 +93,14 @@ def test_a_template_for_tools_is_taken_as_transformers_takes_it(name):
     assert words(run(row, templates)) == f"{begins}user : a assistant :"
 
 
+@pytest.mark.parametrize(("templates", "words"), [
+    (None, "the model has no chat template, so it cannot run messages: send prompt, or put a chat_template.jinja"),
+    ({"rag": PLAIN, "tool_use": CALLING}, "no chat template named default, only rag, tool_use: copy the one to use to"),
+])  # fmt: skip
+def test_a_model_without_a_default_template(templates, words):
+    assert words in error_of({"messages": ASKED}, templates)
+
+
 def test_tools_that_the_template_leaves_out_are_an_error():
     message = error_of({"messages": ASKED, "tools": TOOLS}, PLAIN)
     assert "the model's chat template does not use them; remove them" in message

@@ -69,7 +69,8 @@ def test_every_field_arrives():
 
 
 def test_kinds_of_prompts():
-    assert request(prompt=[5, 6]) == {"prompt_token_ids": [5, 6]}
+    assert request(prompt=[5, 6]) == request(prompt=[[5, 6]]) == {"prompt_token_ids": [5, 6]}
+    assert request(prompt=["a"]) == request(prompt="a") == {"prompt": "a"}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     message = {"role": "user", "content": parts, "name": "Ann", "refusal": None, "tool_calls": None}
     assert request(CHAT, messages=[message]) == {"messages": [{"role": "user", "content": "a\nb", "name": "Ann"}]}
@@ -197,7 +198,7 @@ def test_a_line_with_a_key_missing_is_still_a_batch_line(missing):
     ("url", "body", "words"),
     [
         (COMPLETIONS, {"prompt": ["a", "b"]}, "an array of 2 prompts; a line must have one"),
-        (COMPLETIONS, {"prompt": ["a"]}, "an array of 1 prompts"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt is []"),
         (COMPLETIONS, {"prompt": [[1], [2]]}, "an array of 2 prompts"),
         (COMPLETIONS, {"prompt": []}, "prompt is []"),
         (COMPLETIONS, {"prompt": 5}, "prompt is 5"),

@@ -92,7 +92,7 @@ def test_a_prompt_as_a_users_message():
         ("\ud800", "prompt holds half a surrogate pair"),
     ):
         assert chat(wrong).error.startswith(f"line 7: {reason}")
-    assert "prompt cannot be tokenised" in chat("a", make_tokenizer(chat=False)).error
+    assert "the model has no chat template, so it cannot run messages" in chat("a", make_tokenizer(chat=False)).error
 
 
 def test_overrides():
@@ -305,6 +305,21 @@ def test_names_of_fields_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     row = {"prompt": "a", **{f"x{i}": i for i in range(1100)}}
     assert len(list(PromptReader(make_tokenizer(), skeleton, True).requests([row] * 3, DEFAULTS))) == 3
     assert looked == list(row)[:1000]
+
+
+def test_a_first_token_that_is_there_twice_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As in llama.cpp. The ids stay those of the tokenizer, as in transformers."""
+    skeleton: Any = SimpleNamespace(
+        context_length=100, head=(0, (len(WORDS),)), head_module=SimpleNamespace(step=SimpleNamespace(fault=None))
+    )
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    prompts: list[Any]
+    for prompts, count in ((["a", {"prompt_token_ids": [1, 1]}], 0), (["<bos>a", "<bos>a"], 1)):
+        requests = [*PromptReader(tokenizer, skeleton, True).requests(prompts, DEFAULTS)]
+        assert len([record for record in caplog.records if "is there twice" in record.message]) == count
+    assert isinstance(requests[0], Request)
+    assert requests[0].prompt_ids == tuple(tokenizer("<bos>a")["input_ids"]) == (1, 1, WORDS.index("a"))
 
 
 @pytest.mark.parametrize("deep", ["list", "object"])

@@ -143,6 +143,33 @@ def test_utf_16_is_one_refusal_with_a_command_that_helps(tmp_path, encoding, nam
         assert len(list(InputRows(made))) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("in.txt", b"a b\rc\r"), ("in.jsonl", b'{"prompt": "a"}\r{"prompt": "b"}\r')]
+)
+def test_lines_that_end_with_cr_alone_are_one_refusal_with_a_command_that_helps(tmp_path, name, text):
+    with pytest.raises(InvalidInput, match=r"ends lines with a carriage return \(CR\) alone") as refused:
+        InputRows(written(tmp_path, text, name))
+    subprocess.run(str(refused.value).split("convert it with ")[1], shell=True, check=True, timeout=60)
+    assert len(list(InputRows(tmp_path / f"lf-{name}"))) == 2
+
+
+@pytest.mark.parametrize(("name", "text", "count"), [
+    ("in.txt", b"a\rb\nc\n", 2), ("in.txt", b"a\r", 1), ("in.jsonl", b'{\r"prompt": "a"\r}\r', 1),
+    ("in.jsonl", b'[\r{"prompt": "a"},\r{"prompt": "b"}\r]', 2),
+])  # fmt: skip
+def test_carriage_returns_within_rows_and_json(tmp_path, name, text, count):
+    assert len([row for row in InputRows(written(tmp_path, text, name)) if row.error is None]) == count
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    (b'{"prompt": "a"},', "a comma after the object (remove it) at character 16"),
+    (b'{"prompt": "a"}{"prompt": "b"}', "a second object (give each its own line) at character 16"),
+])  # fmt: skip
+def test_what_follows_an_object_is_named(tmp_path, line, words):
+    (row,) = InputRows(written(tmp_path, line + b"\n", "in.jsonl"))
+    assert words in row.error
+
+
 def test_utf_32_and_packed_utf_16(tmp_path):
     with pytest.raises(InvalidInput, match=r"is encoded in UTF-32.*iconv -f UTF-32 -t UTF-8"):
         InputRows(written(tmp_path, "prompt\nhello\n".encode("utf-32"), "in.csv"))

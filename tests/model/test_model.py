@@ -1,6 +1,7 @@
 """Checkpoints and skeletons: what is refused, with which words, before any weight is read."""
 
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flexengine import Engine, SamplingParams
 from flexengine.errors import BadCheckpoint, UnsupportedModel
@@ -97,9 +99,53 @@ def test_missing_extra_and_misshapen_tensors_are_all_listed(families: Any, tmp_p
     with pytest.raises(BadCheckpoint) as caught:
         Engine(broken(families, tmp_path, change), device="cpu")
     shape = "model.norm.weight (63,) instead of (64,)"
-    remedy = "if they may be left out, load it with transformers and save it again (save_pretrained)"
+    remedy = "correct config.json, or download it and the weights again"
     for part in ("missing: model.layers.2.mlp.up_proj.weight", shape, "layers.9.extra", remedy):
         assert part in str(caught.value)
+
+
+def wrapped(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [*tensors]:
+        tensors[f"_orig_mod.{name}"] = tensors.pop(name)
+
+
+def with_adapter(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.base_layer.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+
+
+def quantised(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.qweight"] = tensors.pop("model.layers.0.mlp.up_proj.weight").to(torch.int32)
+
+
+def in_8_bits(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("change", "remedy"), [
+    (lambda tensors: tensors.pop("lm_head.weight"), 'put "tie_word_embeddings": true into config.json'),
+    (wrapped, "are named with '_orig_mod.' before the names of the model: rename them without it"),
+    (with_adapter, "holds an adapter of peft: merge it"), (quantised, "its weights are quantised; take the model's"),
+    (in_8_bits, "has dtype F8_E4M3, which is not supported; take the model's unquantised checkpoint"),
+    (lambda tensors: tensors.update({"extra.weight": torch.ones(1)}), "if they may be left out, load it with"),
+])  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_says_what_to_do(
+    families: Any, tmp_path: Path, change: Any, remedy: str
+) -> None:
+    with pytest.raises(BadCheckpoint, match=re.escape(remedy)):
+        Engine(broken(families, tmp_path, change), device="cpu")
+
+
+def test_shards_without_an_index_are_counted_by_their_names(families: Any, tmp_path: Path) -> None:
+    for source in families("llama").directory.iterdir():
+        shutil.copy(source, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00002-of-00003.safetensors")
+    with pytest.raises(
+        BadCheckpoint, match=r"holds model-00002-of-00003.safetensors, but not model-00001-of-00003.saf"
+    ):
+        read_checkpoint(tmp_path)
+    for name in ("00001", "00003"):
+        save_file({name: torch.ones(1)}, tmp_path / f"model-{name}-of-00003.safetensors")
+    assert {"00001", "00003", "lm_head.weight"} <= read_checkpoint(tmp_path).keys()
 
 
 def test_tensors_of_other_uses_are_ignored_with_one_message(families: Any, tmp_path: Path, caplog: Any) -> None:
@@ -177,7 +223,7 @@ def test_index_may_only_name_files_beside_it(tmp_path: Path, shard: Any) -> None
         ("Mamba", {"hidden_size": 64, "num_hidden_layers": 2}, "accepts no registered attention"),
         ("T5", {"d_model": 64, "num_layers": 2}, "encoder-decoder"),
         ("ViT", {}, "not a causal language model"),
-        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "remove it from"),
         (
             "Gemma3Text",
             {

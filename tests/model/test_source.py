@@ -247,6 +247,15 @@ def test_a_directory_is_used_as_it_is(tmp_path):
     assert resolve(str(tmp_path / "m")) == source.ModelSource(tmp_path / "m", "m")
 
 
+def test_a_directory_of_another_kind_is_named(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match=r"has a params\.json, but no config\.json: take the model's files for tr"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").symlink_to("gone")
+    with pytest.raises(ModelNotFound, match=r"has a config\.json that is a link to a file that is not there; download"):
+        resolve(str(tmp_path))
+
+
 def no_download(*args, **kwargs):
     raise AssertionError("a path was taken for a hub id")
 

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.model.source import resolve
-from flexengine.model.tokenizer import Stops, bad_word_ids, check_edits, check_stops, load_tokenizer, resolved
+from flexengine.model.tokenizer import Stops, bad_word_ids, check_edits, check_stops, load_tokenizer, resolved, unended
 from tests.helpers.strategies import SEEDS
 
 TEXT = [
@@ -323,6 +324,22 @@ def test_the_name_of_a_special_token_means_the_token(tokenizer: Any) -> None:
     assert watched(tokenizer, [8, 2, 9], stop="</s>", ignore_eos=True)[0] == 2
 
 
+@pytest.mark.parametrize("least", [0, 6])
+def test_a_special_token_with_other_text_is_found_as_in_the_text_with_special_tokens(
+    tokenizer: Any, least: int
+) -> None:
+    ids = [*tokenizer("stop here", add_special_tokens=False)["input_ids"], 3, *tokenizer("User")["input_ids"]] * 3
+    whole = [tokenizer.decode(ids[:count]) for count in range(len(ids) + 1)]
+    for string in (
+        f"{whole[-1][4:]}"[whole[-1].index("<|im_end|>") - 6 :][:14],
+        "<|im_end|>" + whole[-1].split("<|im_end|>")[1][:2],
+    ):
+        first = next(n for n in range(least + 1, len(ids)) if whole[n].count(string) > whole[n - 1].count(string))
+        plain = whole[first][: whole[first].rfind(string)].replace("<|im_end|>", "")
+        fields = {"stop": string, "min_tokens": least, "max_tokens": 99}
+        assert watched(tokenizer, ids, **fields) == (first, plain, "stop")
+
+
 def test_stop_strings_need_a_tokenizer() -> None:
     check_stops(SamplingParams(stop_token_ids=[3]), None)  # type: ignore[arg-type]
     check_stops(SamplingParams(stop=["END"]), object())  # type: ignore[arg-type]
@@ -387,3 +404,23 @@ def test_edits_that_cannot_be_made_are_refused() -> None:
         with pytest.raises(InvalidInput) as caught:
             check_edits(SamplingParams(**fields), tokens, 420)
         assert reason in str(caught.value)
+
+
+def test_ends_that_end_no_text_are_named() -> None:
+    """The tokenizer's own, and those by which its chat template ends a turn, if the model's config lacks them."""
+    tokenizer = MAKERS["byte-level"]()
+    assert unended(None, set()) == unended(tokenizer, {2}) == ""
+    assert "ends texts or turns with '</s>' (--stop-token-id 2), which end no text here" in unended(tokenizer, set())
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<|eot_id|>"
+    said = unended(tokenizer, {1, 2})
+    assert "turns with '<|im_end|>' (--stop-token-id 3), which end no text here" in said
+    assert "config.json only 1, 2 does" in said
+    assert unended(tokenizer, {2, 3}) == ""
+
+
+def test_the_chat_template_of_a_processor_is_read(tmp_path: Path) -> None:
+    MAKERS["byte-level"]().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    assert load_tokenizer(tmp_path).chat_template == "{{ messages[0].content }}"
+    (tmp_path / "chat_template.jinja").write_text("own")
+    assert load_tokenizer(tmp_path).chat_template == "own"

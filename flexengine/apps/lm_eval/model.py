@@ -174,7 +174,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         for texts, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:
                 fault = f"the continuation {shown(texts[1])} has {len(continuation)} tokens"
-                raise InvalidInput(f"{fault}; it must have 1 to {self.max_length}, which is max_length")
+                joined_with = "" if continuation else ", as the tokenizer joins it with the end of the context"
+                raise InvalidInput(f"{fault}{joined_with}; it must have 1 to {self.max_length}, which is max_length")
             whole = self._cut(context + continuation, self.max_length + 1)
             pairs.append((whole[: -len(continuation)], continuation))
         answers: list[Any] = [None] * len(pairs)
