@@ -23,6 +23,7 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 import torch
 
 from flexengine.activity import display
+from flexengine.kernels import build
 from tests.helpers import durations
 from tests.helpers.families import Family
 from tests.helpers.skeletons import reuse
@@ -131,7 +132,8 @@ def share_kernels(folder: Path) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The cache directory of this run, one for all workers, with the kernels of all runs."""
+    """The cache directory of this run, one for all workers, with the kernels of all runs. They are compiled now if they
+    are missing, so that no test counts as slow because a process that it starts is the first to need them."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "cache"
     share_kernels(folder)
@@ -139,6 +141,9 @@ def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         old.unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXENGINE_CACHE", str(folder))
+        with contextlib.suppress(build.BuildFailed):  # without a compiler
+            if build.compiled() is None:
+                build.load()
         yield folder
 
 

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
+from flexengine.kernels import build
 from tests.helpers import durations
 from tests.helpers.durations import (
     FileDurations,
@@ -112,6 +114,11 @@ def test_few_tests_tell_no_speed() -> None:
 
 def test_noise_is_tolerated() -> None:
     assert too_slow(SECONDS | {"a.py::test_medium": 3.9}, [], RECORDED) == {}
+
+
+def test_work_of_whichever_test_comes_first_is_paid_once() -> None:
+    assert build.compiled() or not build._compilers()  # before the first test, which may start processes
+    assert [call.__name__ for call in (build._build, providers.constants_from_module)] == ["counted"] * 2
 
 
 def test_what_is_paid_once_is_counted_once() -> None:

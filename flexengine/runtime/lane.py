@@ -151,7 +151,11 @@ class Thread(LaneRunner):
         super().__init__(name)
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Done], Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=f"flexengine-{name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # such as Ctrl-C, after which the thread may run, but no caller has the lane to close it
+            self._queue.put(None)
+            raise
 
     def _loop(self) -> None:
         with torch.no_grad():

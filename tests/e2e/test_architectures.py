@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,16 +93,19 @@ def test_a_document_can_be_read_again() -> None:
 def test_processes_that_die_or_hang_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acts: dict[str, Callable[[], Any]] = {
         "die": lambda: os._exit(3),
-        "hang": lambda: time.sleep(60),
+        "hang": lambda: time.sleep(1000),
         "answer": lambda: ("exact", ""),
     }
     monkeypatch.setattr(architectures, "_warm", lambda fork: None)
     monkeypatch.setattr(architectures, "examine", lambda act, directory: acts[act]())
-    monkeypatch.setattr(architectures, "SECONDS", 1)
-    found = {f.model_type: f for f in architectures.walk({"llama": "die", "opt": "hang", "gpt2": "answer"}, tmp_path)}
+    now, found = [0.0], dict[str, Finding]()
+    monkeypatch.setattr(architectures, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    for finding in architectures.walk({"llama": "die", "opt": "hang", "gpt2": "answer"}, tmp_path):
+        found[finding.model_type] = finding
+        now[0] = 1000.0 * (len(found) == 2)  # the others have ended
     assert {name: (f.verdict, f.reason) for name, f in found.items()} == {
         "llama": ("crash", "ended with code 3"),
-        "opt": ("crash", "no answer in 1 s"),
+        "opt": ("crash", "no answer in 90 s"),
         "gpt2": ("exact", ""),
     }
     assert found["llama"].architecture == "LlamaForCausalLM"

@@ -20,6 +20,7 @@ from flexengine import Engine, InvalidInput
 from flexengine.activity import Activity
 from flexengine.engine.job import Job
 from flexengine.errors import ModelNotFound
+from tests.helpers.patience import PATIENCE, until
 from tests.helpers.speaker import LONG, SHORT, TEXTS, make_speaker, opened, tokens
 
 
@@ -155,13 +156,14 @@ def test_stop_ends_a_job_and_the_engine_goes_on(engine: Any) -> None:
 
 
 def test_a_cancelled_task_stops_its_job(engine: Any) -> None:
-    began = threading.Event()
-    engine.on_sweep = lambda _: began.set()
+    began, go_on = threading.Event(), threading.Event()
+    engine.on_sweep = lambda _: (began.set(), go_on.wait(PATIENCE))
 
     async def cancelled() -> None:
         task = asyncio.create_task(engine.in_thread(engine.generate, TEXTS, LONG))
-        await asyncio.to_thread(began.wait, 10)
+        await asyncio.to_thread(began.wait, PATIENCE)
         task.cancel()
+        asyncio.get_running_loop().call_soon(go_on.set)  # after the job was stopped
         await task
 
     try:
@@ -175,14 +177,16 @@ def test_a_cancelled_task_stops_its_job(engine: Any) -> None:
 
 def test_a_cancelled_task_leaves_the_jobs_of_others(engine: Any) -> None:
     async def both() -> Any:
-        began = asyncio.Event()
+        began, other, ends = asyncio.Event(), asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
         engine.on_sweep = lambda _: loop.call_soon_threadsafe(began.set)
         first = asyncio.create_task(engine.in_thread(engine.generate, TEXTS, LONG))
         await began.wait()
-        second = asyncio.create_task(engine.in_thread(time.sleep, 0.1))
-        await asyncio.sleep(0.01)
+        waits = lambda: (loop.call_soon_threadsafe(other.set), ends.wait(PATIENCE))  # noqa: E731
+        second = asyncio.create_task(engine.in_thread(waits))
+        await other.wait()
         second.cancel()
+        loop.call_soon(ends.set)
         with pytest.raises(asyncio.CancelledError):
             await second
         return await first
@@ -196,11 +200,11 @@ def test_a_cancelled_task_leaves_the_jobs_of_others(engine: Any) -> None:
 def test_a_cancelled_task_of_another_thread_goes_on_until_stop(engine: Any) -> None:
     """`asyncio.to_thread` cannot end its thread; the error of the next call names what can."""
     began, again = threading.Event(), threading.Event()
-    engine.on_sweep = lambda _: (began.set(), again.wait(10))
+    engine.on_sweep = lambda _: (began.set(), again.wait(PATIENCE))
 
     async def cancelled() -> None:
         task = asyncio.create_task(asyncio.to_thread(engine.generate, TEXTS, LONG))
-        await asyncio.to_thread(began.wait, 10)
+        await asyncio.to_thread(began.wait, PATIENCE)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -236,11 +240,11 @@ def test_a_task_that_is_cancelled_between_results_ends_the_stream(engine: Any) -
 
 def test_close_ends_the_job_of_another_thread(directory: Path) -> None:
     began, engine = threading.Event(), opened(directory)
-    engine.on_sweep = lambda _: began.set()
-    (thread := threading.Thread(target=lambda: began.wait(10) and engine.close())).start()
+    engine.on_sweep = lambda _: (began.set(), until(lambda: engine._job.stopped.is_set()))  # not before
+    (thread := threading.Thread(target=lambda: began.wait(PATIENCE) and engine.close())).start()
     with pytest.raises(InvalidInput, match=r"the job was ended before all rows were done, by close\(\)"):
         engine.generate(TEXTS, LONG)
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     with pytest.raises(InvalidInput, match="this engine is closed; open a new Engine"):
         engine.generate("One")
@@ -265,7 +269,7 @@ def test_close_in_a_progress_function_that_another_thread_calls(directory: Path)
     def sweep_ended(_: Any) -> None:
         thread = threading.Thread(target=engine.listener, args=[Activity("other", "work")], daemon=True)
         thread.start()
-        thread.join(5)
+        thread.join(PATIENCE)
         left.append(thread.is_alive())
 
     engine = opened(directory, progress=progress)
@@ -286,10 +290,10 @@ def test_several_threads_close_an_engine_whose_stream_waits(directory: Path, mon
     threads = [threading.Thread(target=engine.close, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert ends.wait(10)
+    assert ends.wait(PATIENCE)
     with pytest.raises(InvalidInput, match="the engine was closed before this stream had ended"):
         next(stream)
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())

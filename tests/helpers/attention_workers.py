@@ -101,17 +101,19 @@ class Losses:
 
     def __init__(
         self, patch: pytest.MonkeyPatch, at: Iterable[int], kind: type[ThreadWorker] = ThreadWorker,
-        calls: Sequence[str] = ("ask", "write", "read"),
+        calls: Sequence[str] = ("ask", "write", "read"), place: str = "",
     ) -> None:  # fmt: skip
         """Break the connection of the worker that gets call number n, for each n in `at`.
 
         Args:
             kind: class of the workers.
             calls: which calls count: questions, writes and reads of pages.
+            place: whose calls count; those of all workers, whose lanes call at the same time, if it is empty.
         """
         self.sweeps = list[dict[int, tuple[str, int, bool]]]()
         self.lost = list[tuple[int, str]]()
         self.workers, self.calls, self._at = list[ThreadWorker](), 0, set(at)
+        self._place, self._counting = place, threading.Lock()
         patch.setattr(workers, "LocalWorker", lambda *args, **more: self._made(kind, *args, **more))
         for name in calls:
             patch.setattr(kind, name, self._counted(getattr(kind, name)))
@@ -134,10 +136,12 @@ class Losses:
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(worker: ThreadWorker, *args: Any) -> Any:
-            self.calls += bool(self.sweeps)  # not those that measure a worker
-            if self.calls in self._at and self.sweeps:
-                self._at.discard(self.calls)
-                self.break_off(worker)
+            if self.sweeps and worker.place.startswith(self._place):  # not those that measure a worker
+                with self._counting:
+                    self.calls += 1
+                    breaks = self.calls in self._at
+                if breaks:
+                    self.break_off(worker)
             return call(worker, *args)
 
         return counted

@@ -1,7 +1,8 @@
 """Which tests are slow, and in which order files run: recorded processor seconds, and the spare cases of grids.
 
 Processor seconds count this process and the children it waited for. They leave out what is paid once per process:
-imports, compiled kernels, and fixtures of a module or session.
+imports, compiled kernels, fixtures of a module or session, and hypothesis' search for constants in all modules. The
+kernels are compiled before the first test (`run_cache` in conftest), so no child process of a test compiles them.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from flexengine.kernels import build
 
@@ -203,6 +205,8 @@ class Recorder:
         self._began = 0.0
         ONCE.count_calls(bootstrap, "_find_and_load")
         ONCE.count_calls(build, "_build")
+        if hasattr(providers, "constants_from_module"):  # a private name
+            ONCE.count_calls(providers, "constants_from_module")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

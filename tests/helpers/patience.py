@@ -1,10 +1,20 @@
-"""A limit for work that may hang."""
+"""Limits for what may hang. No test needs a quick machine: limits are long, and only end what would last for ever."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 20.0  # seconds after which something hangs
+PATIENCE = 60.0  # seconds after which something hangs
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Return condition() once it is true. Fail if it does not become true in time."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.005)
+    return found
 
 
 def in_time(work: Callable[[], Any]) -> Any:

@@ -1,7 +1,6 @@
 """Chat templates in their own process: the text is that of transformers, and limits end one row only."""
 
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -91,17 +90,19 @@ def test_memory_is_limited(template: str) -> None:
 @pytest.mark.parametrize("template", [ENDLESS, "{{ lipsum(n=10**7) }}", "{{ 10**(5*10**7) > 1 }}"])
 def test_time_is_limited(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single step that cannot be interrupted, the last one, is ended by the kernel."""
-    monkeypatch.setattr(templates, "CPU_SECONDS", 0.1)
-    assert "s of processor time" in error_of(template)
-    began = time.process_time()
-    assert "even for a short message" in error_of(template)
-    assert time.process_time() - began < 0.1
+    chat_text(tokenizer_of(SOUND), CHAT[:1])  # the process has imported its libraries
+    with monkeypatch.context() as patch:
+        patch.setattr(templates, "CPU_SECONDS", 0.1)
+        assert "s of processor time" in error_of(template)
+        patch.setattr(templates._RENDERER, "_ask", lambda *_: pytest.fail("it was tried again"))
+        assert "even for a short message" in error_of(template)
     assert chat_text(tokenizer_of(SOUND), CHAT[:1]) == "system : world "
 
 
 def test_a_row_that_takes_long_does_not_condemn_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "CPU_SECONDS", 0.1)
     tokenizer = tokenizer_of("{% if messages | length > 1 %}" + ENDLESS + "{% endif %}" + SOUND)
+    chat_text(tokenizer, CHAT[:1])  # the process has imported its libraries
+    monkeypatch.setattr(templates, "CPU_SECONDS", 0.5)
     with pytest.raises(TemplateFault, match="shorten the row"):
         chat_text(tokenizer, CHAT)
     assert chat_text(tokenizer, CHAT[:1]) == "system : world "
@@ -150,7 +151,7 @@ def test_the_process_is_started_again_and_ends_with_this_one() -> None:
     assert last is not None
     assert last.stdin is not None
     last.stdin.close()
-    assert last.wait(10) == 0
+    assert last.wait(60) == 0
     templates._RENDERER.forget()
 
 
@@ -166,7 +167,7 @@ def test_a_forked_process_does_not_keep_the_one_of_its_parent() -> None:
     process = templates._RENDERER._process
     assert process is not None
     templates._RENDERER.forget()  # called in a child
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def renderer_of(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> templates._Renderer:

@@ -160,7 +160,7 @@ def test_a_disk_that_fails(
     monkeypatch.setattr(encoding, "in_threads", failing)
     with pytest.raises(error, match=says):
         assert model.prepare_weights()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     done = len(list((own_cache / "prepared").glob("*.part/*.safetensors")))
     assert 0 < done < len(model.forms)
     monkeypatch.setattr(encoding, "in_threads", real)

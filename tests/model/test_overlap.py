@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flexengine.model.encoding import overlap
-from tests.helpers.patience import in_time
+from tests.helpers.patience import PATIENCE, in_time, until
 
 DEPTH = 3
 
@@ -43,7 +43,7 @@ def test_every_item_passes_in_order(count: int, depth: int) -> None:
 
 def test_the_steps_run_at_the_same_time() -> None:
     """Each item waits for the other steps' work on its neighbours, which steps in turn would never begin."""
-    barrier, threads = threading.Barrier(3, timeout=20), set[str]()
+    barrier, threads = threading.Barrier(3, timeout=PATIENCE), set[str]()
 
     def met(n: int, ahead: int) -> int:
         threads.add(threading.current_thread().name)
@@ -60,7 +60,7 @@ def test_the_steps_run_at_the_same_time() -> None:
 
 def test_several_items_are_changed_at_the_same_time() -> None:
     """Three meet, each begun and in the caller's context; a later one that is finished first waits for its turn."""
-    barrier, begun, found = threading.Barrier(3, timeout=20), list[str](), list[tuple[int, str]]()
+    barrier, begun, found = threading.Barrier(3, timeout=PATIENCE), list[str](), list[tuple[int, str]]()
     name = ContextVar("name", default="none")
     name.set("caller's")
 
@@ -85,14 +85,20 @@ def test_a_slow_step_holds_the_earlier_ones_back(slow: str) -> None:
             most[0] = max(most[0], made[0] - changed[0])
             yield n
 
+    def rest(step: int, n: int) -> None:
+        until(lambda: n or most[step] == DEPTH + 2)  # the first item waits until the earlier steps have gone ahead
+        time.sleep(0.002)
+
     def change(n: int) -> int:
-        time.sleep(0.002 * (slow == "change"))
+        if slow == "change":
+            rest(0, n)
         most[1] = max(most[1], changed[0] + 1 - consumed[0])
         changed[0] += 1
         return n
 
     def consume(n: int) -> None:
-        time.sleep(0.002 * (slow == "consume"))
+        if slow == "consume":
+            rest(1, n)
         consumed[0] += 1
 
     overlap(make(), change, consume, DEPTH)
@@ -124,7 +130,7 @@ def test_the_first_error_wins() -> None:
 
     def change(n: int) -> int:
         if n:
-            assert failed.wait(20)
+            assert failed.wait(PATIENCE)
             raise ValueError("second")
         return n
 
@@ -141,11 +147,11 @@ def test_an_interrupt_while_the_caller_waits(idle: str) -> None:
     def lasting(n: int) -> int:
         if n == 5:
             begun.set()
-            assert go_on.wait(20)
+            assert go_on.wait(PATIENCE)
         return n
 
     def interrupting() -> None:
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE)
         time.sleep(0.02)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.02)

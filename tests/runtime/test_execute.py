@@ -4,7 +4,8 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from flexengine.runtime.lane import Thread
 from flexengine.schedule.order import Cell
 from flexengine.schedule.program import Program
 from flexengine.schedule.tasks import Op, Task
-from tests.helpers.patience import PATIENCE, in_time
+from tests.helpers.patience import PATIENCE, in_time, until
 from tests.helpers.strategies import SEEDS
 from tests.helpers.toy import MACHINES, Toy, arriving_of, generate, jobs, oracle, uniform
 
@@ -110,10 +111,24 @@ def test_the_first_error_surfaces_with_its_task(
     assert not left_threads()
 
 
+def watched(monkeypatch: Any, passes: Callable[[], Any] = lambda: False) -> list[float]:
+    """Return the time, in seconds, of a clock that watchdogs read, and let them look every 10 ms. The clock moves by a
+    second when a watchdog reads it while `passes()` is true, and by the test."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += threading.current_thread().name == "flexengine-watchdog" and bool(passes())
+        return now[0]
+
+    monkeypatch.setattr(execute, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.04)
+    return now
+
+
 @pytest.mark.parametrize("stuck", ["disk_read", "disk_write", "h2d", "d2h", "device"])
 def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
     gate, held, said = threading.Event(), list[Task](), list[str]()
+    now = watched(monkeypatch, lambda: held and not gate.is_set())
 
     def perform(task: Task) -> None:
         if task.lane == stuck and not held:
@@ -123,6 +138,7 @@ def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str,
     def tell(text: str) -> None:
         said.append(text)
         if len(said) == 2:
+            now[0] = 0.0  # no more time passes
             gate.set()
 
     def work() -> None:
@@ -139,7 +155,7 @@ def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str,
 
 def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
     """The lanes' threads have ended their work; what they queued on the GPU has not."""
-    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
+    watched(monkeypatch, lambda: True)
     gate, said = threading.Event(), list[str]()
 
     class Event:
@@ -153,7 +169,8 @@ def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
 
     def tell(text: str) -> None:
         said.append(text)
-        gate.set()
+        if "GPU" in text:  # all lanes have come that far
+            gate.set()
 
     def work() -> None:
         monkeypatch.setattr(execute, "new_lane", lambda kind, name: Queued(name))
@@ -162,20 +179,20 @@ def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
             executor.run(Program([("disk",)] * 2, 1, 2, STAGED).sweep(0, uniform(1), True))
 
     in_time(work)
-    assert said[0].startswith("no task has ended for ")
-    assert "; under way are on the GPU, or before it: " in said[0]
+    assert said[-1].startswith("no task has ended for ")
+    assert "; under way are on the GPU, or before it: " in said[-1]
 
 
 def test_nobody_is_told_of_silence_between_sweeps(monkeypatch: Any) -> None:
-    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.05)
-    said = list[str]()
+    now, said = watched(monkeypatch), list[str]()
     with Executor(lambda task: None, "thread") as executor:
         executor.watchdog.say = said.append
         for sweep in range(2):
             executor.run(Program([("disk",)] * 2, 1, 2, DIRECT).sweep(sweep, uniform(1), False))
-            time.sleep(0.2)
+            now[0] += 1000.0
+            time.sleep(0.1)
     assert not said
-    assert not [thread for thread in threading.enumerate() if thread.name == "flexengine-watchdog"]
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "flexengine-watchdog"])
 
 
 def test_an_error_in_a_load_ahead_surfaces_in_the_sweep_that_needs_it() -> None:

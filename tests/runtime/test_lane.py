@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexengine.runtime.lane import Done, Inline, LaneRunner, Thread, new_lane
-from tests.helpers.patience import PATIENCE, in_time
+from tests.helpers.patience import PATIENCE, in_time, until
 
 
 class LaneTests:
@@ -132,11 +132,21 @@ class TestThread(LaneTests):
         in_time(done.wait)
         del thing
         in_time(self.submit(lanes[1], lambda: None).wait)
-        for _ in range(100):
-            if known() is None:
-                return
-            time.sleep(0.01)
-        pytest.fail("the lane's thread still holds its last task")
+        until(lambda: known() is None)
+
+
+def test_an_interrupt_while_a_lane_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, left_threads: Any) -> None:
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            Thread("a")
+    until(lambda: not left_threads())
 
 
 def test_new_lane() -> None:

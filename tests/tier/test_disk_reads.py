@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,21 @@ from flexengine.tier.disk import DiskTier
 from flexengine.tier.disk_reads import CHUNK
 from flexengine.tier.file import File, read_fully
 from flexengine.tier.memory import mapped
+from tests.helpers.patience import PATIENCE
 from tests.helpers.tiers import OneWay, some, watch_buffers
 
 
-def watched_fills(tier: DiskTier) -> list[tuple[str, bool]]:
-    """Return a list that receives, of each read, the name of the thread and whether the read is direct."""
-    fills, fill = list[tuple[str, bool]](), tier._read
+def watched_fills(tier: DiskTier, threads: int, pause: Sequence[float] = (0.01,)) -> list[tuple[str, bool]]:
+    """Return a list that receives, of each read, the name of the thread and whether the read is direct. No thread reads
+    a second time before so many have begun to read. pause: its only item is the seconds before a read."""
+    fills, fill, together, met = list[tuple[str, bool]](), tier._read, threading.Barrier(threads), set[str]()
 
     def filled(file: Any, targets: Any, low: int, needed: int, direct: bool) -> None:
-        fills.append((threading.current_thread().name, direct))
-        time.sleep(0.01)
+        fills.append((name := threading.current_thread().name, direct))
+        if len(met) < threads and name not in met:
+            met.add(name)
+            together.wait(PATIENCE)
+        time.sleep(pause[0])
         fill(file, targets, low, needed, direct)
 
     tier._read = filled  # type: ignore[method-assign]
@@ -38,15 +44,25 @@ def test_several_threads_read_and_an_error_ends_all(readers: int, direct: bool, 
     path, values = tmp_path / "x", some(4 * CHUNK)
     path.write_bytes(values.numpy().tobytes())
     tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct), readers)
-    fills = watched_fills(tier)
+    fills, real = watched_fills(tier, readers, pause := [0.01]), tier._read
     home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
     tier.load(home, target := torch.zeros_like(values))
     assert torch.equal(target, values)
     assert len({name for name, _ in fills}) == readers
+
+    def failing(*args: Any) -> None:
+        try:
+            real(*args)
+        except OSError:
+            pause[0] = 1.0  # other threads read on until this one has told of its error
+            raise
+
+    tier._read = failing  # type: ignore[method-assign]
     fault = Fault(("read",), 3, "EINTR")
     with Failing([tmp_path], fault) as calls, pytest.raises(OSError, match="reading byte"):
         tier.load(home, torch.zeros_like(values))
     assert calls.made < 16  # chunks
+    pause[0] = 0.0
     tier.load(home, target.zero_())
     assert torch.equal(target, values)
     tier.close()
@@ -63,7 +79,7 @@ def test_threads_that_read(
     path, values = tmp_path / "x", some(4 * CHUNK)
     path.write_bytes(values.numpy().tobytes())
     tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
-    fills = watched_fills(tier)
+    fills = watched_fills(tier, threads)
     home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
     if direct and home.place.direct is None:
         pytest.skip("no direct I/O here")
@@ -79,7 +95,7 @@ def test_one_thread_goes_on_if_reads_become_cached(tmp_path: Path, monkeypatch: 
     path.write_bytes(values.numpy().tobytes())
     way = OneWay(True)
     tier = DiskTier("disk", Ledger("disk"), tmp_path, way)
-    fills = watched_fills(tier)
+    fills = watched_fills(tier, 2)
     way.note = lambda *_: setattr(way, "direct", len(fills) < 4)  # type: ignore[method-assign]
     home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
     if home.place.direct is None:

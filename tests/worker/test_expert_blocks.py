@@ -338,12 +338,20 @@ def test_a_failed_early_read_reaches_the_caller_if_it_is_chosen(stages: int | No
 
 
 @torch.no_grad()
-def test_closing_while_an_early_read_runs() -> None:
+def test_closing_while_an_early_read_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk()
     case = Guessed(disk)
     disk.gate.clear()
     case.guess(*case.others[:2])
     disk.wait_until_blocked()
-    threading.Timer(0.02, disk.gate.set).start()
+    queue = case.layers.reads._thread
+    shutdown = queue.shutdown
+
+    def closed(cancel_futures: bool) -> None:
+        shutdown(wait=False, cancel_futures=cancel_futures)
+        disk.gate.set()
+        shutdown()
+
+    monkeypatch.setattr(queue, "shutdown", closed)
     case.layers.reads.close()
     assert disk.nbytes <= 2 * NBYTES // PIECES  # one piece, or a second one that began before the queue was closed

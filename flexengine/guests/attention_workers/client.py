@@ -133,6 +133,8 @@ class Client:
         try:
             self.link.send(kind, numbers, *parts, descriptor=descriptor)
         except Broken as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                self._thread.join(END_SECONDS)  # which reads what the worker sent before it ended: it may say why
             raise self._fail(str(error)) from error
 
     def allocate(self, nbytes: int, counted: bool = True, handle: int | None = None) -> int | None:

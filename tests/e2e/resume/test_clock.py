@@ -49,8 +49,8 @@ def leaping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("leaping")
 def test_a_job_that_is_resumed_on_another_day(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, days = time.time, [0]
-    monkeypatch.setattr(time, "time", lambda: real() // DAY * DAY + DAY * days[0])
+    today, days = time.time() // DAY * DAY, [0]
+    monkeypatch.setattr(time, "time", lambda: today + DAY * days[0])
     rows, output = tmp_path / "in.jsonl", {name: tmp_path / f"{name}.jsonl" for name in "abc"}
     rows.write_text("".join(json.dumps({"messages": CHAT, "max_tokens": 4}) + "\n" for _ in range(4)))
     with Engine(str(directory), device="cpu") as engine:

@@ -1,6 +1,7 @@
 """What an engine can make a worker hold: page tables, sinks, questions and handles are booked, and refused with a
 reason. A worker tells a waiting engine which other one measures it, and ends a measurement that takes too long."""
 
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -101,8 +102,7 @@ def test_a_large_message_is_refused_before_it_is_read(worker: Worker) -> None:
         client.link._socket.sendall(HEADER.pack(MAGIC | kind, 1, nbytes, 0, 0, 0, 0, 0))
         with pytest.raises(WorkerLost):
             client.allocate(64)
-    for thread in worker.threads[1:]:
-        thread.join(30)
+        worker.threads[-1].join(30)
     assert [f"a message of {n} bytes was announced" in error for n, error in
             zip((RECORDS + 1, 1, 1 << 21), worker.ended, strict=True)] == [True] * 3  # fmt: skip
 
@@ -113,7 +113,9 @@ def test_a_part_of_the_memory_is_for_records() -> None:
 
 def test_who_measures_is_told_and_has_a_limit(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that holds the worker for itself loses it when others wait."""
-    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.01)
+    readings = itertools.count()
+    monkeypatch.setattr(pools, "time", SimpleNamespace(monotonic=lambda: next(readings) / 50))  # as if it took no time
+    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(pools, "SAY_SECONDS", 0.1)
     monkeypatch.setattr(pools, "ALONE_SECONDS", 0.3)
     first, second = worker.client(1), worker.client(2)
@@ -124,6 +126,7 @@ def test_who_measures_is_told_and_has_a_limit(worker: Worker, monkeypatch: pytes
             first.allocate(64)
     assert heard.messages[0].startswith("worker1 (")
     assert "waiting for engine 1, which has measured it for 0 s" in heard.messages[0]
+    worker.threads[0].join(30)
     assert worker.ended == ["it measured for over 0.3 s while others waited"]
 
 

@@ -159,14 +159,15 @@ def test_scores(families: Any, monkeypatch: pytest.MonkeyPatch, lossy: Lossy) ->
 
 def test_late_answers_of_other_workers_change_nothing(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """worker2 still computes answers of the sweep that broke off, in buffers that the next sweep uses. There are four
-    gpu_batches for each worker, so question 9 is the first of layer 1, when one answer of layer 0 has come."""
+    gpu_batches for each worker, so question 5 to worker1 is the first of layer 1, when one answer of layer 0 has come.
+    """
     attend = AttentionServer._attend
 
     def slow(server: AttentionServer, asked: Any) -> Any:
         time.sleep(0.05)
         return attend(server, asked)
 
-    known, losses = families("llama"), Losses(monkeypatch, (9,), calls=["ask"])
+    known, losses = families("llama"), Losses(monkeypatch, (5,), calls=["ask"], place="worker1")
     monkeypatch.setattr(AttentionServer, "_attend", slow)
     job = Job(known, 2, dict(gpu_batch_size=1, num_gpu_batches=8, cache=ALL, slots=3),
               params=SamplingParams(max_tokens=3, ignore_eos=True))  # fmt: skip

@@ -19,16 +19,12 @@ from flexengine.shell.commands.main import main
 from tests.helpers.attention_workers import ThreadWorker, listening
 from tests.helpers.families import NEW
 from tests.helpers.forked import Forked
+from tests.helpers.patience import until
+from tests.helpers.ports import free_port
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 POLICY = Policy(4, 2, cache={"workers": 1})
 SERVE = "import sys; from flexengine.shell.commands.main import main; sys.exit(main(sys.argv[1:]))"
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.slow
@@ -45,12 +41,10 @@ def test_the_command_serves_engines_until_it_is_ended(families: Any, tmp_path: P
     with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))) as other:  # a scanner
         other.sendall(b"GET / HTTP/1.0\r\n\r\n" + b" " * 60)
         assert other.recv(100) == b""
-    while not re.search(r"refused 127.0.0.1 port \d+: it sends no messages of flexengine", log.read_text()):
-        assert worker.poll() is None, worker.said()
-        time.sleep(0.05)
+    until(lambda: re.search(r"refused 127.0.0.1 port \d+: it sends no messages of flexengine", worker.said()))
+    until(lambda: len(re.findall(r"the engine at 127.0.0.1 port \d+ has ended", worker.said())) == 2)
     os.kill(worker.pid, signal.SIGTERM)
-    assert worker.wait(20) == 143
-    assert len(re.findall(r"the engine at 127.0.0.1 port \d+ has ended", log.read_text())) == 2
+    assert worker.wait(60) == 143
 
 
 def test_refusals(families: Any) -> None:
@@ -82,6 +76,7 @@ def test_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         why = rf"attention worker worker1 \({address}\): it has another secret; give both processes the same secret"
         with pytest.raises(InvalidInput, match=why):
             workers.RemoteWorker("worker1", address)
+        until(lambda: said)  # by the connection's thread
         monkeypatch.delenv("FLEXENGINE_SECRET")
         workers.RemoteWorker("worker1", address).close()
     assert re.match(r"refused 127.0.0.1 port \d+: it has another secret", said[0])

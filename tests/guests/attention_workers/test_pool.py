@@ -19,12 +19,14 @@ from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, 
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import identity
 from flexengine.guests.attention_workers.workers import PURPOSE, RemoteWorker, WorkerTier, connecting
+from flexengine.guests.wire import link as links
 from flexengine.guests.wire.link import Connection, pack
 from flexengine.guests.wire.secret import connect
 from flexengine.plan.workload import Workload
 from flexengine.runtime.execute import Shortage
 from tests.helpers.attention_workers import listening
 from tests.helpers.families import NEW
+from tests.helpers.patience import PATIENCE, until
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 MEMORY = 1 << 20
@@ -36,11 +38,6 @@ def worker() -> Iterator[tuple[str, list[str]]]:
     """Address of a worker with MEMORY, and its messages."""
     with listening(MEMORY) as found:
         yield found
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    while not holds():
-        time.sleep(0.01)
 
 
 def question(client: Client, width: int) -> Callable[[], PendingAnswer]:
@@ -128,7 +125,7 @@ def test_two_engines_at_once(families: Any) -> None:
         for thread in threads:
             thread.join()
         assert sorted(both) == sorted(names)
-        eventually(lambda: sum("has ended" in line for line in said) == 2)
+        until(lambda: sum("has ended" in line for line in said) == 2)
     assert found == {name: known[name].expected for name in names}
 
 
@@ -150,7 +147,7 @@ def test_engines_share_the_memory(worker: Any) -> None:
         with pytest.raises(OutOfMemory, match=r"KV cache, as other engines hold 1\.02 MB of the worker needs"):
             third.allocate(1 << 15, "KV cache")
         second.free(region, "KV cache")
-        eventually(lambda: third.client.allocate(1 << 15) is not None)
+        until(lambda: third.client.allocate(1 << 15) is not None)
         rest = third.client
         assert rest.others == MEMORY - (1 << 16)
         assert rest.allocate(1 << 14) is not None
@@ -160,17 +157,18 @@ def test_engines_share_the_memory(worker: Any) -> None:
 
 def test_an_engine_says_that_others_hold_the_memory(families: Any, worker: Any) -> None:
     """The job was planned while the memory was free; then another engine took it."""
-    (address, _), known = worker, families("llama")
+    (address, said), known = worker, families("llama")
     other = RemoteWorker("worker1", address)
     with Engine(known.directory, policy=Policy(8, 1, cache={"workers": 1}), device="cpu",
                 attention_workers=[address]) as engine:  # fmt: skip
         handle = other.allocate(MEMORY - 4096)
         assert handle is not None
-        said = r"worker1 memory ran out: there was no room for KV cache, as other engines hold 1\.04 MB of the"
-        with pytest.raises(RanOut, match=said):
+        why = r"worker1 memory ran out: there was no room for KV cache, as other engines hold 1\.04 MB of the"
+        with pytest.raises(RanOut, match=why):
             engine.generate(known.rows, GREEDY)
         other.free(handle)
         other.close()
+        until(lambda: any("has ended" in line for line in said))  # its memory is given back
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
@@ -189,14 +187,15 @@ def test_only_the_worker_that_is_short_shrinks(families: Any, worker: Any) -> No
         assert "end other engines that use the worker" in str(exhausted(lack, layout, 1))
 
 
-def test_no_connection_delays_another(worker: Any) -> None:
-    """One sends nothing, another reads no answers, and counts as lost after 15 s only; a third is served before."""
+def test_no_connection_delays_another(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sends nothing, another reads no answers, and counts as lost later only; a third is served before."""
+    monkeypatch.setattr(links, "SILENT_SECONDS", 10 * PATIENCE)
     address, said = worker
     host, port = address.split(":")
     with ExitStack() as stack:
         silent = socket.create_connection((host, int(port)))
         stack.callback(silent.close)
-        deaf = Connection(connect((host, int(port)), 5, PURPOSE))
+        deaf = Connection(connect((host, int(port)), PATIENCE, PURPOSE))
         stack.callback(deaf.close)
         deaf.send(MessageKind.HELLO, (PROTOCOL, 7), text(identity()))
         width = 1 << 14
@@ -218,7 +217,7 @@ def test_a_lost_connection_frees_its_pages(worker: Any) -> None:
     lost = RemoteWorker("worker1", address)
     assert lost.allocate(MEMORY) is not None
     lost.link.close()
-    eventually(lambda: any("is lost" in line for line in said))
+    until(lambda: any("is lost" in line for line in said))
     client = RemoteWorker("worker1", address)
     assert client.allocate(MEMORY) is not None
     client.close()

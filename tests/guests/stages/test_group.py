@@ -4,9 +4,8 @@ import json
 import os
 import socket
 import threading
-import time
 import weakref
-from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +21,16 @@ from flexengine.guests.wire import link
 from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection
 from flexengine.guests.wire.secret import WrongSecret, prove
 from tests.helpers.listening import listening
+from tests.helpers.patience import PATIENCE, until
+from tests.helpers.ports import free_port
 
 
 def joined(
-    monkeypatch: pytest.MonkeyPatch, size: int, interface: str | None = None, port: int = 0
-) -> list[PipelineGroup]:
-    """Return the groups of processes, which are threads here, joined by sockets."""
+    monkeypatch: pytest.MonkeyPatch, size: int, interface: str | None = None, port: int = 0,
+    first: Callable[[], Any] = lambda: None,
+) -> list[PipelineGroup]:  # fmt: skip
+    """Return the groups of processes, which are threads here, joined by sockets. Raise the first error, which ends the
+    others, too. first: what the stages wait for, but not the driver."""
     local = threading.local()
     groups: dict[int, PipelineGroup] = {}
     errors = list[Exception]()
@@ -35,10 +38,15 @@ def joined(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port or free_port()))
 
+    def look() -> None:
+        assert not errors
+
     def join(rank: int) -> None:
         local.rank = rank
         try:
-            groups[rank] = PipelineGroup(interface)
+            if rank:
+                first()
+            groups[rank] = PipelineGroup(interface, look)
         except Exception as error:
             errors.append(error)
 
@@ -50,12 +58,6 @@ def joined(
     if errors:
         raise errors[0]
     return [groups[rank] for rank in range(size)]
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def closed(groups: list[PipelineGroup]) -> None:
@@ -84,12 +86,13 @@ def test_values_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "JOIN_SECONDS", 0.3)
-    monkeypatch.setattr(group, "SAY_SECONDS", 0.1)
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(group, "time", clock)  # it moves by sleeping only
     monkeypatch.setattr(group, "ranks", lambda: (0, 3))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with listening() as heard, pytest.raises(InvalidInput, match=r"stages 1, 2 did not come within 0 s"):
+    with listening() as heard, pytest.raises(InvalidInput, match=r"stages 1, 2 did not come within 300 s"):
         PipelineGroup()
     assert heard.messages == ["waiting for stages 1, 2 to join"]
 
@@ -109,29 +112,25 @@ def test_a_process_that_sends_no_value_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_strangers_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come before the stages, say nothing, or the wrong thing, or have another secret. Only loopback listens."""
-    port, stop, ends = free_port(), threading.Event(), Counter[str]()
+    port, stop, held = free_port(), threading.Event(), list[socket.socket]()
 
     def disturb() -> None:
-        held = list[socket.socket]()
         while not stop.wait(0.002):
             with suppress(OSError):
                 held.append(socket.create_connection(("127.0.0.1", port), 1))
                 held[-1].sendall(HEADER.pack(MAGIC | group.VALUE, 0, 0, group.MEET, 1, 0, 0, 0)[: 64 * (len(held) % 2)])
                 with suppress(Broken, OSError), socket.create_connection(("127.0.0.1", port), 1) as other:
                     prove(other, b"another secret than that", b"stage 0 1", accepts=False)
-        ends["tried"] = len(held)
-        for each in held:
-            each.close()
 
     thread = threading.Thread(target=disturb)
     thread.start()
-    time.sleep(0.1)
     try:
-        groups = joined(monkeypatch, 3, port=port)
+        groups = joined(monkeypatch, 3, port=port, first=lambda: until(lambda: len(held) > 4))
     finally:
         stop.set()
-        thread.join(30)
-    assert ends["tried"] > 0
+        thread.join(PATIENCE)
+        for each in held:
+            each.close()
     hidden = groups[1].send(2, HIDDENS), groups[2].receive(1, HIDDENS)
     hidden[0].put(Frame(20, 1, 2, 3))
     assert hidden[1].get().job == 1
@@ -139,7 +138,6 @@ def test_strangers_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stage_with_another_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "JOIN_SECONDS", 2.0)
     drawn = iter((b"one secret of a stage", b"another one of a stage"))
     monkeypatch.setattr(group, "secret_for", lambda host: next(drawn))
     with pytest.raises(InvalidInput, match=r"the 2 stages did not join at 127.* it has another secret; give both"):
@@ -258,12 +256,9 @@ def test_a_channel_keeps_no_hidden_states_while_it_waits() -> None:
     channel.run(wire, lambda *_: None)
     channel.put(Frame(OrderKind.HIDDEN, body=body))
     del body
-    deadline = time.monotonic() + 5
-    while kept() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert kept() is None
+    until(lambda: kept() is None)
     channel.put(Frame(OrderKind.LAST))
-    channel.thread.join(5)
+    channel.thread.join(PATIENCE)
 
 
 class Scripted:
