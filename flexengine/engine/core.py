@@ -16,7 +16,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.files import check_model_kept
 from flexengine.lossy import Lossy
 from flexengine.model.linear import numerics as product_numerics
-from flexengine.model.tokenizer import eos_tokens, load_tokenizer, unapplied, unended
+from flexengine.model.tokenizer import eos_tokens, load_tokenizer, unapplied
 from flexengine.places import DISK
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
@@ -95,9 +95,13 @@ class Core:
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
             self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
-        for text in () if driven else (unapplied(self.source.directory), unended(self.tokenizer, self.eos)):
-            if text:
-                message(text)
+        texts = [] if driven else [unapplied(self.source.directory)]
+        if texts and self.tokenizer is not None:
+            from flexengine.model.turn_ends import unended  # models without a tokenizer do without
+
+            texts.append(unended(self.tokenizer, self.eos))
+        for text in filter(None, texts):
+            message(text)
         kernels.load()  # tiers convert with the CPU's kernels, also with a GPU: build them before lanes start
         self.kernels = kernels.load_for(self.machine.compute)
         self._weights: Weights | None = None

@@ -21,7 +21,6 @@ from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, listed
 from flexengine.job.bounds import most_characters
-from flexengine.job.chats import chat_fault
 from flexengine.job.row_fields import MOST_NAMES, meant_field, misspelt
 from flexengine.job.rows import Request, Row, encode, row_of
 from flexengine.model.skeleton import Skeleton
@@ -229,7 +228,11 @@ class PromptReader:
     def check_chat(self, chat: bool) -> None:
         """Raise InvalidInput if prompts are to be run as a user's messages and this model has no chat template for
         them, as every prompt would be refused. chat: whether they are."""
-        if chat and (reason := chat_fault(self.tokenizer)) is not None:
+        if not chat:
+            return
+        from flexengine.job.chats import chat_fault  # jobs without chats do without
+
+        if (reason := chat_fault(self.tokenizer)) is not None:
             fault = f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}"
             raise InvalidInput(f"{fault}; leave it out, or take an instruction-tuned model")
 

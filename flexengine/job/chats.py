@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kind, shown, stated
+from flexengine.job.foreign import TOOLS
 
-TOOLS = "tools"
 _ROLES = ("user", "assistant", "system", "tool")
 # Names of roles elsewhere: ShareGPT, OpenAssistant, Gemini, OpenAI's newer name.
 _OTHER_NAMES = {"human": "user", "prompter": "user", "developer": "system"}
@@ -148,13 +148,6 @@ def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     if (parallel := request.get("parallel_tool_calls")) not in (None, True):
         raise InvalidInput(f"parallel_tool_calls is {shown(parallel)}; only true is possible: the model decides")
     return (tools or None) if choice != "none" else None
-
-
-def check_format(request: Mapping[str, Any]) -> None:
-    """Raise InvalidInput if `response_format` asks for another format than text."""
-    wanted = request.get("response_format")
-    if isinstance(wanted, Mapping) and wanted.get("type") != "text":
-        raise InvalidInput(f'response_format is {shown(dict(wanted))}; only {{"type": "text"}} is supported: remove it')
 
 
 def chat_token_ids(

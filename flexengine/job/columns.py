@@ -15,8 +15,7 @@ from flexengine.activity import message
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, cut, json_fault, listed, shown
 from flexengine.job.arrow_rows import TableRow, record_of, records_of
-from flexengine.job.chats import TOOLS
-from flexengine.job.foreign import VARIABLES
+from flexengine.job.foreign import TOOLS, VARIABLES
 from flexengine.job.results import finite
 from flexengine.job.row_fields import OPTIONS, data_columns, kept_name, meant_field, misspelt
 from flexengine.job.rows import PROMPT_KINDS, Row

@@ -11,7 +11,7 @@ from flexengine.errors import InvalidInput, shown
 from flexengine.records import DEPTH, as_whole, unwrapped
 
 OVERRIDES = tuple(f.name for f in fields(SamplingParams))
-VARIABLES = "chat_template_kwargs"
+VARIABLES, TOOLS = "chat_template_kwargs", "tools"
 CHAT_ONLY = {VARIABLES: None, "add_generation_prompt": True, "continue_final_message": False}  # by their defaults
 # Names of other programs by the name here. Without the field of this name they are refused; beside it they are data.
 _RENAMED = {
@@ -142,3 +142,10 @@ def whole(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, list | tuple) and depth:
         return [whole(each, depth - 1) for each in value]
     return as_whole(value)
+
+
+def check_format(request: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if `response_format` asks for another format than text."""
+    wanted = request.get("response_format")
+    if isinstance(wanted, Mapping) and wanted.get("type") != "text":
+        raise InvalidInput(f'response_format is {shown(dict(wanted))}; only {{"type": "text"}} is supported: remove it')

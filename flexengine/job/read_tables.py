@@ -19,9 +19,9 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, bracketed, cut, json_fault, json_kind, meant, shown
 from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line
-from flexengine.job.chats import TOOLS
 from flexengine.job.csv_records import csv_records
 from flexengine.job.delimiters import other_separator
+from flexengine.job.foreign import TOOLS
 from flexengine.job.inputs import FORMATS, InputFile, ReadRows
 from flexengine.job.prompt_template import unknown_column
 from flexengine.job.row_fields import KEPT, RowRules, with_numbers

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, alike, bracketed, cut, listed, shown
-from flexengine.job.chats import TOOLS
-from flexengine.job.foreign import FOREIGN, NAMES_HERE, OVERRIDES
+from flexengine.job.foreign import FOREIGN, NAMES_HERE, OVERRIDES, TOOLS
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from flexengine.config import SamplingParams
 from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, renamed, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
-from flexengine.job.chats import TOOLS, chat_token_ids, check_format, messages_of, tools_of
-from flexengine.job.foreign import CHAT_ONLY, check_foreign, own_sampling, whole
+from flexengine.job.foreign import CHAT_ONLY, TOOLS, check_foreign, check_format, own_sampling, whole
 from flexengine.records import unwrapped
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
@@ -262,7 +261,9 @@ def _chat_ids(
     kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], now: datetime
 ) -> tuple[int, ...]:
     """Return the token ids of messages, with the request's tools. kind: field that the messages are from. options, now:
-    as for `chat_token_ids`."""
+    as for `job.chats.chat_token_ids`."""
+    from flexengine.job.chats import chat_token_ids, messages_of, tools_of  # jobs without chats do without
+
     messages, tools = messages_of(given), tools_of(request)
     try:
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)

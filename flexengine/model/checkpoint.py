@@ -54,9 +54,6 @@ _EXTRAS = {
     "scales of an 8-bit KV cache": r"\.([kvq]|kv|prob)_(scale|zero_point)$|\.[kv]_proj\.output_scale$",
     "layers for multi-token prediction": r"^(\w+\.)?mtp(_\w+)?\.",
 }
-_QUANTISED = re.compile(
-    r"\.(qweight|qzeros|weight_(packed|scale(_inv)?|scale_2)|(weight\.)?(absmax|quant_map)|SCB|codebooks)$"
-)
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.(.+)")
 _PIECE = 1 << 24  # bytes compared at a time
 _ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
@@ -353,23 +350,7 @@ def _check(located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]],
     }
     if any(faults.values()):
         lines = (f"{what}: {', '.join(n[:8])}{' ...' * (len(n) > 8)} ({len(n)})" for what, n in faults.items() if n)
-        remedy = _remedy(faults, wanted, have)
+        from flexengine.model.misfits import remedy_of  # few checkpoints are refused
+
+        remedy = remedy_of(faults, wanted, have)
         raise BadCheckpoint(f"the checkpoint does not fit its config: {'; '.join(lines)}; {remedy}")
-
-
-def _remedy(faults: dict[str, list[str]], wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, Origin]) -> str:
-    """Return what to do about a checkpoint that does not fit its config. Arguments as in `_check`."""
-    missing, unused = faults["missing"], faults["not used by the model"]
-    if any(_QUANTISED.search(name) for name in unused):
-        return f"its weights are quantised; {PLAIN}"
-    if any(".lora_A." in name or ".base_layer." in name for name in unused):
-        return "it holds an adapter of peft: merge it (merge_and_unload), and save the model"
-    before = next((name.removesuffix(missing[0]) for name in unused if missing and name.endswith(missing[0])), "")
-    if before and {before + name for name in missing} <= {*unused}:
-        return f"its tensors are named with {before!r} before the names of the model: rename them without it"
-    head = wanted[missing[0]] if len(missing) == 1 and re.search(r"(^lm_head|embed_out)\.", missing[0]) else None
-    if any(origin.shape == head for origin in have.values()):
-        return 'if the head is the embedding, as where both are tied, put "tie_word_embeddings": true into config.json'
-    if len(unused) == sum(map(len, faults.values())):
-        return "if they may be left out, load it with transformers and save it again (save_pretrained)"
-    return "correct config.json, or download it and the weights again"

@@ -12,6 +12,7 @@ from typing import Any
 
 from flexengine.activity import message
 from flexengine.errors import BadCheckpoint, UnsupportedModel, shown
+from flexengine.model.turn_ends import turn_ends
 
 _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -99,9 +100,6 @@ _COMPOSED = {"qwen2", "qwen35", "command-r", "olmo", "mpt"}  # their tokenizers 
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _ENDS = ("eos", "eot", "eom")
-# Ends of a turn, which older files do not name; one is taken if the chat template writes it.
-_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<EOT>")
-_CHANNELS = {"<|return|>", "<|flush|>"}  # models with one of these tokens end parts of a turn with <|end|>
 
 
 def end_tokens(path: Path, values: Mapping[str, Any]) -> list[int]:
@@ -115,12 +113,6 @@ def end_tokens(path: Path, values: Mapping[str, Any]) -> list[int]:
     written = turn_ends(str(values.get("tokenizer.chat_template", "")), tokens)
     named = (number for number, text in enumerate(tokens if written else ()) if text in written)
     return list(dict.fromkeys([*(token for token in ends.values() if token is not None), *named]))
-
-
-def turn_ends(template: str, tokens: Collection[str]) -> set[str]:
-    """Return the texts of tokens by which a chat template ends a turn. tokens: texts of all tokens."""
-    written = {text for text in _TURN_ENDS if text in template}
-    return written - {"<|end|>"} if written and not _CHANNELS.isdisjoint(tokens) else written
 
 
 def byte_level(path: Path, values: Mapping[str, Any]) -> Any:

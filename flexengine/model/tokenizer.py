@@ -11,7 +11,6 @@ from typing import Any
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_fault, library_faults, shown
 from flexengine.model.files import check_mark, model_file, read_object
-from flexengine.model.gguf_pre import turn_ends
 
 _GENERATION = "generation_config.json"
 # Settings of generate(do_sample=False) of transformers that change tokens, with the value that changes none.
@@ -130,24 +129,6 @@ def unapplied(directory: Path) -> str:
     return (
         f"{path} has {listed}, which generate of transformers applies and this engine does not, so tokens may"
         f" differ{remedy if penalty else ''}"
-    )
-
-
-def unended(tokenizer: Any, eos: Collection[int]) -> str:
-    """Return a message if the tokenizer's end token, or one by which its chat template ends a turn, ends no text; "" if
-    all do. eos: the model's end tokens."""
-    if tokenizer is None:
-        return ""
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    ends = {getattr(tokenizer, "eos_token", None), *turn_ends(str(getattr(tokenizer, "chat_template", "")), vocabulary)}
-    lost = {name: token for name, token in sorted(vocabulary.items()) if name in ends and token not in eos}
-    if not lost:
-        return ""
-    listed = " and ".join(f"{name!r} (--stop-token-id {token})" for name, token in lost.items())
-    known = f"only {', '.join(map(str, sorted(eos)))}" if eos else "no token"
-    return (
-        f"the tokenizer ends texts or turns with {listed}, which end no text here, as in generate of transformers:"
-        f" by generation_config.json or config.json {known} does; give the option if they should"
     )
 
 

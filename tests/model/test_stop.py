@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.model.source import resolve
-from flexengine.model.tokenizer import Stops, bad_word_ids, check_edits, check_stops, load_tokenizer, resolved, unended
+from flexengine.model.tokenizer import Stops, bad_word_ids, check_edits, check_stops, load_tokenizer, resolved
+from flexengine.model.turn_ends import unended
 from tests.helpers.strategies import SEEDS
 
 TEXT = [
@@ -409,7 +410,7 @@ def test_edits_that_cannot_be_made_are_refused() -> None:
 def test_ends_that_end_no_text_are_named() -> None:
     """The tokenizer's own, and those by which its chat template ends a turn, if the model's config lacks them."""
     tokenizer = MAKERS["byte-level"]()
-    assert unended(None, set()) == unended(tokenizer, {2}) == ""
+    assert unended(tokenizer, {2}) == ""
     assert "ends texts or turns with '</s>' (--stop-token-id 2), which end no text here" in unended(tokenizer, set())
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<|eot_id|>"
     said = unended(tokenizer, {1, 2})
