@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -22,13 +21,13 @@ from flexengine.activity import activity, advance, message, tick
 from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 from flexengine.system.limits import usable_memory
+from flexengine.system.openmp import openmp_runtime
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 NATIVE = "-march=native"
 FUSED = "-ffp-contract=off"  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
 FLAGS = ("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC", FUSED)
 COMPILERS = ("c++", "g++", "clang++")  # names to look for
-OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
 SECONDS = 300  # limit of one compiler run
 SOURCE_MEMORY = 400_000_000  # bytes that a compiler takes for one file
 POLL = 0.25  # seconds between two looks at running compilers
@@ -94,23 +93,6 @@ def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> cty
     except OSError:
         library.unlink(missing_ok=True)
         return ctypes.CDLL(str(_build(compiler, flags, sources)))
-
-
-def openmp_runtime() -> str | None:
-    """Return the path of the OpenMP library that torch calls. Linking it gives one thread pool instead of two. Other
-    packages may have loaded others, as scikit-learn does."""
-    try:
-        areas = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
-        maps = [(area[0], area[5]) for area in areas if len(area) == 6]
-        torch = next(path for _, path in maps if Path(path).name.startswith("libtorch_cpu."))
-        called = ctypes.cast(ctypes.CDLL(torch).omp_get_max_threads, ctypes.c_void_p).value or 0
-    except (OSError, StopIteration, AttributeError):
-        return None
-    for area, path in maps:
-        first, _, end = area.partition("-")
-        if int(first, 16) <= called < int(end, 16) and OPENMP.match(Path(path).name):
-            return path
-    return None
 
 
 @cache

@@ -19,6 +19,7 @@ from flexengine.runtime.lane import Done, LaneRunner, forget_variables, new_lane
 from flexengine.runtime.trace import Note, TaskTimes
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.tasks import Op, Task
+from flexengine.system.openmp import end_idle_threads
 
 QUIET_SECONDS = 120.0  # without the end of a task, until the first report; the next one comes after twice that
 _PATIENCE_SECONDS = 1.0  # to wait for the thread at the end: `say` and `look` may block
@@ -143,6 +144,7 @@ class Executor:
 
     def __enter__(self) -> "Executor":
         self._ended = False
+        end_idle_threads()  # lanes compute, not this thread; an inline lane starts them again
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:

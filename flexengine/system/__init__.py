@@ -1,1 +1,2 @@
-"""What the operating system gives this process: memory, cores and disk space; reads that are tried again."""
+"""What the operating system gives this process: memory, cores, disk space and OpenMP threads; reads that are tried
+again."""

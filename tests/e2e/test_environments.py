@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import flexengine
-from flexengine.kernels.build import openmp_runtime
+from flexengine.system.openmp import openmp_runtime
 from tests.helpers.tiny_gguf import tiny_gguf
 
 FIRST_JOB = """
@@ -23,7 +23,7 @@ def note(report):
 with Engine(sys.argv[1], device="cpu", device_mem="200M", lossy=Lossy(weights="int8"), progress=note) as engine:
     result = engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4))
 import flexengine
-from flexengine.kernels.build import openmp_runtime
+from flexengine.system.openmp import openmp_runtime
 print(json.dumps([flexengine.__file__, openmp_runtime(), begun, result.token_ids]))
 """
 

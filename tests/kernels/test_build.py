@@ -20,6 +20,7 @@ from flexengine import kernels
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, ModelNotFound
 from flexengine.kernels import build
+from flexengine.system.openmp import openmp_runtime
 from tests.helpers.listening import listening
 
 
@@ -58,7 +59,7 @@ def test_the_openmp_library_is_that_of_torch() -> None:
     pytest.importorskip("sklearn")
     found = set[str]()
     for order in ("torch, sklearn.utils._openmp_helpers", "sklearn.utils._openmp_helpers, torch"):
-        code = f"import {order}; from flexengine.kernels.build import openmp_runtime; print(openmp_runtime())"
+        code = f"import {order}; from flexengine.system.openmp import openmp_runtime; print(openmp_runtime())"
         found.add(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     (path,) = found
     assert "scikit" not in path
@@ -151,7 +152,7 @@ def test_a_compiler_that_does_not_know_this_processor(monkeypatch: pytest.Monkey
 
 def test_a_second_environment_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its compiler has another name, and its OpenMP library is a copy in another directory."""
-    real, openmp = shutil.which("c++") or pytest.skip("no C++ compiler"), build.openmp_runtime()
+    real, openmp = shutil.which("c++") or pytest.skip("no C++ compiler"), openmp_runtime()
     source = tmp_path / "some.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))

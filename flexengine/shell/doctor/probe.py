@@ -22,6 +22,7 @@ from flexengine.places import disks_of
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.shell.doctor.machine import Failed, attempt, compilers
 from flexengine.system.limits import has_gpu
+from flexengine.system.openmp import openmp_runtime
 from flexengine.tier import cuda
 from flexengine.tier.machine import Machine, make_machine
 
@@ -37,7 +38,7 @@ def torch_facts() -> dict[str, Any]:
         "cuda_available": has_gpu(),
         "threads": torch.get_num_threads(),
         "onednn": has_onednn(),
-        "openmp": build.openmp_runtime(),
+        "openmp": openmp_runtime(),
     }
 
 
