@@ -352,5 +352,5 @@ def _check(located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]],
         lines = (f"{what}: {', '.join(n[:8])}{' ...' * (len(n) > 8)} ({len(n)})" for what, n in faults.items() if n)
         from flexengine.model.misfits import remedy_of  # few checkpoints are refused
 
-        remedy = remedy_of(faults, wanted, have)
+        remedy = remedy_of(faults, wanted, {origin.shape for origin in have.values()})
         raise BadCheckpoint(f"the checkpoint does not fit its config: {'; '.join(lines)}; {remedy}")

@@ -1,9 +1,8 @@
 """What to do about a checkpoint whose tensors do not fit its config."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from flexengine.model.checkpoint import Origin
 from flexengine.model.files import PLAIN
 
 _QUANTISED = re.compile(
@@ -11,13 +10,15 @@ _QUANTISED = re.compile(
 )
 
 
-def remedy_of(faults: dict[str, list[str]], wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, Origin]) -> str:
+def remedy_of(
+    faults: dict[str, list[str]], wanted: Mapping[str, tuple[int, ...]], have: Iterable[tuple[int, ...]]
+) -> str:
     """Return what to do about a checkpoint that does not fit its config.
 
     Args:
         faults: names of tensors by fault.
         wanted: shapes of the model's tensors.
-        have: those of the checkpoint.
+        have: shapes of the checkpoint's tensors.
     """
     missing, unused = faults["missing"], faults["not used by the model"]
     if any(_QUANTISED.search(name) for name in unused):
@@ -28,7 +29,7 @@ def remedy_of(faults: dict[str, list[str]], wanted: Mapping[str, tuple[int, ...]
     if before and {before + name for name in missing} <= {*unused}:
         return f"its tensors are named with {before!r} before the names of the model: rename them without it"
     head = wanted[missing[0]] if len(missing) == 1 and re.search(r"(^lm_head|embed_out)\.", missing[0]) else None
-    if any(origin.shape == head for origin in have.values()):
+    if head in have:
         return 'if the head is the embedding, as where both are tied, put "tie_word_embeddings": true into config.json'
     if len(unused) == sum(map(len, faults.values())):
         return "if they may be left out, load it with transformers and save it again (save_pretrained)"
