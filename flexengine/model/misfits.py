@@ -29,7 +29,7 @@ def remedy_of(
     if before and {before + name for name in missing} <= {*unused}:
         return f"its tensors are named with {before!r} before the names of the model: rename them without it"
     head = wanted[missing[0]] if len(missing) == 1 and re.search(r"(^lm_head|embed_out)\.", missing[0]) else None
-    if head in have:
+    if head is not None and head in have:
         return 'if the head is the embedding, as where both are tied, put "tie_word_embeddings": true into config.json'
     if len(unused) == sum(map(len, faults.values())):
         return "if they may be left out, load it with transformers and save it again (save_pretrained)"
