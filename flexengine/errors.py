@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
+from functools import lru_cache
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -291,7 +292,7 @@ def _written(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_written(key)}: {_written(each)}" for key, each in value.items()) + "}"
     text = repr(value)
-    return _typed(value) if "\n" in text or " at 0x" in text else text
+    return _typed(value) if not isinstance(value, str | bytes) and ("\n" in text or " at 0x" in text) else text
 
 
 def _typed(value: object) -> str:
@@ -310,7 +311,11 @@ def stated(name: str, fields: Mapping[str, Any], written: Callable[[object], str
 def renamed(names: Iterable[str], fields: Iterable[object]) -> str:
     """Return "did you mean NAME by FIELD?" for a field whose name resembles one of `names`, in any case and without
     separators; "" for none. fields: names that a user gave, of which the first _LOOKED_AT are looked at."""
-    given = (field for field in islice(fields, _LOOKED_AT) if isinstance(field, str))
+    return _renamed(tuple(names), tuple(field for field in islice(fields, _LOOKED_AT) if isinstance(field, str)))
+
+
+@lru_cache(1000)  # rows of a file have the same fields
+def _renamed(names: tuple[str, ...], given: tuple[str, ...]) -> str:
     letters = {re.sub(r"[\W_]", "", field).lower(): field for field in given}
     near = ((alike(re.sub(r"[\W_]", "", name), list(letters), _MISSPELT), name) for name in names)
     return next((f"did you mean {name} by {shown(letters[found[0]])}?" for found, name in near if found), "")

@@ -26,6 +26,7 @@ class Table:
         ([True, None, "a"], '[true, null, "a"]'),
         ({"a": 1}, '{"a": 1}'),
         ("a\nb", "'a\\nb'"),
+        ("crash at 0xdead", "'crash at 0xdead'"),
         ((Path("a"), b"b"), f"[{Path('a')!r}, b'b']"),
         (Table(), "a Table"),
         ([Table()], "[a Table]"),
@@ -38,7 +39,7 @@ class Table:
         ("x" * 10**6, f"'{'x' * 75} ..."),
         ([0] * 10**6, f"[{'0, ' * 25} ..."),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_value_takes_one_line_of_a_message(value: Any, text: str) -> None:
     assert shown(value) == text

@@ -40,6 +40,7 @@ class FileTable:
     arrow: Any = None  # the pyarrow.Table of a Parquet or Arrow file; None for text
     delimiter: str = ""  # the character between cells of text; "" is that of the format
     seeming: str = ""  # what `other_separator` says about the columns
+    stated: bool = False  # whether the first line of the file states the delimiter, so that the output's does, too
 
     def place(self, row: int) -> str:
         """Return file and line of a row, for messages."""
@@ -117,7 +118,9 @@ def read_table(name: str, what: str = "table", limit: int | None = None, delimit
     delimiter = delimiter if form in DELIMITERS else None
     with closing(InputFile(path, form, delimiter, remedies=_REMEDIES)) as source:
         columns, records = read_records(source, f"{what} {name}", limit)
-        if "" in columns and not any(record.fields.get("") for record in records):  # of a separator at each line's end
+        if "" in columns and all(
+            record.fields.get("") in (None, "") for record in records
+        ):  # of a separator at each line's end
             columns = tuple(filter(None, columns))
             records = tuple(r._replace(fields={k: v for k, v in r.fields.items() if k}) for r in records)
         if "" in columns:
@@ -125,8 +128,8 @@ def read_table(name: str, what: str = "table", limit: int | None = None, delimit
         arrow = None if form in DELIMITERS else _whole(source)
         if arrow is not None:
             arrow = (source.index.added_to(arrow) if source.index else arrow).slice(0, limit)
-        seems = seeming(columns, source)
-    return FileTable(str(path), form, columns, records, arrow, source.delimiter, seems)
+        seems, stated = seeming(columns, source), source.delimiter not in (delimiter or DELIMITERS.get(form, ""), "\t")
+    return FileTable(str(path), form, columns, records, arrow, source.delimiter, seems, stated)
 
 
 def _whole(source: InputFile) -> Any:
@@ -182,6 +185,8 @@ def _write(file: Any, name: str, table: FileTable, added: Sequence[Added]) -> No
 def _write_text(file: Any, table: FileTable, added: Sequence[Added]) -> None:
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
     writer = csv.writer(text, delimiter=table.delimiter or DELIMITERS[table.form], lineterminator="\n")
+    if table.stated:
+        text.write(f"sep={table.delimiter}\n")
     faulty = (record.fields for record in table.records if record.fault)  # they may have more cells than columns
     columns = dict.fromkeys((*table.columns, *chain.from_iterable(faulty)))
     writer.writerow((*columns, *(column.name for column in added)))

@@ -10,6 +10,7 @@ from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kin
 from flexengine.job.foreign import TOOLS
 
 _ROLES = ("user", "assistant", "system", "tool")
+_ALLOWED = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
 # Names of roles elsewhere: ShareGPT, OpenAssistant, Gemini, OpenAI's newer name.
 _OTHER_NAMES = {"human": "user", "prompter": "user", "developer": "system"}
 _OTHER_NAMES |= dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "chatbot", "model", "llm"), "assistant")
@@ -39,28 +40,24 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def check_roles(messages: list[dict[str, Any]], templates: Any, text: str | None = None) -> None:
-    """Raise InvalidInput for a role that chat templates do not name, if it resembles one that all have or has another
-    name there, or if a template has left it out and does not name it in quotes. Many templates write any role.
+def unnamed_roles(messages: list[dict[str, Any]], templates: Any) -> dict[str, int]:
+    """Return the roles that chat templates do not name in quotes, each with the number of its first message. Raise
+    InvalidInput for one that the templates do not have at all, if it resembles a role that all have, or has another
+    name there. Many templates write any role.
 
     Args:
         templates: text of the tokenizer's template, or a text by name; None if it has none.
-        text: of the conversation, as the template has written it; None before that.
     """
-    named, at = "".join(templates.values()) if isinstance(templates, Mapping) else templates or "", 0
-    for i, (role, content) in enumerate((message["role"], message.get("content", "")) for message in messages):
-        if role in _ROLES or f"'{role}'" in named or f'"{role}"' in named:
-            continue
-        must = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
-        written = re.search(rf"(?<!\w){re.escape(role)}(?!\w)", named)  # as a header of the text, such as bot:
+    named = "".join(templates.values()) if isinstance(templates, Mapping) else templates or ""
+    roles = {message["role"]: i for i, message in reversed([*enumerate(messages)])}
+    unnamed = {r: i for r, i in roles.items() if r not in _ROLES and f"'{r}'" not in named and f'"{r}"' not in named}
+    for role, i in unnamed.items():
         other = _OTHER_NAMES.get(role.lower())
+        written = re.search(rf"(?<!\w){re.escape(role)}(?!\w)", named)  # as a header of the text, such as bot:
         if not written and (near := [other] if other else alike(role, _ROLES)):
-            fault = f"which the chat template does not name; {must}: did you mean {near[0]}?"
+            fault = f"which the chat template does not name; {_ALLOWED}: did you mean {near[0]}?"
             raise InvalidInput(f"messages[{i}].role is {shown(role)}, {fault}")
-        if text is not None:
-            header = re.compile(re.escape(role), re.IGNORECASE).search(text, at)
-            if header is None or (at := text.find(content.strip(), header.end())) < 0:
-                raise InvalidInput(f"messages[{i}].role is {shown(role)}, which the chat template leaves out; {must}")
+    return unnamed
 
 
 def _message(place: str, message: Any) -> dict[str, Any]:
@@ -111,8 +108,10 @@ def chat_fault(tokenizer: Any) -> str | None:
     except BaseException as error:  # a chat template and a tokenizer may raise any error
         if not is_fault(error):
             raise
-        if getattr(tokenizer, "chat_template", None) is None:
+        if not getattr(tokenizer, "chat_template", None):
             return "the model has no chat template"
+        if isinstance(error, InvalidInput):
+            return str(error)
         return f"the model's chat template refuses a user's message ({type(error).__name__}: {error})"
     return None
 
@@ -164,23 +163,25 @@ def chat_token_ids(
         options: further arguments of `apply_chat_template`.
 
     Raises:
-        InvalidInput: the chat template does not use the tools. transformers would leave them out silently.
+        InvalidInput: the chat template does not use the tools, or a role. transformers would leave them out silently.
         Any error of the template.
     """
     from flexengine.job.templates import chat_text, has_template  # most prompts are no chats
 
     given = {"add_generation_prompt": True, **options}
 
-    def written(tools: list[Any] | None) -> Any:
+    def written(messages: list[dict[str, Any]], tools: list[Any] | None) -> Any:
         if has_template(tokenizer):
             return chat_text(tokenizer, messages, tools, now, given)
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **given)
 
-    templates = getattr(tokenizer, "chat_template", None)
-    check_roles(messages, templates)
-    if isinstance(chat := written(tools), str):
-        check_roles(messages, templates, chat)
-    if tools and chat == written(None):
+    unnamed = unnamed_roles(messages, getattr(tokenizer, "chat_template", None))
+    chat = written(messages, tools)
+    for role, i in unnamed.items():
+        others = [{**message, "role": f"{role}x"} if message["role"] == role else message for message in messages]
+        if chat == written(others, tools):
+            raise InvalidInput(f"messages[{i}].role is {shown(role)}, which the chat template leaves out; {_ALLOWED}")
+    if tools and chat == written(messages, None):
         fault = "tools are given, but the model's chat template does not use them"
         raise InvalidInput(f"{fault}; remove them, or take a model whose template does")
     return tokenizer(chat, add_special_tokens=False, verbose=False) if isinstance(chat, str) else chat

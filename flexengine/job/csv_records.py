@@ -63,7 +63,7 @@ class _Record:
 
     def begin(self) -> bool:
         """Read the first line of the next record. Return False at the end of the file."""
-        first = self.line == 1 and not self.raw
+        first, stated = self.line == 1 and not self.raw, False
         while True:
             self.line += self.raw.count(b"\n")
             self.raw = bytearray()
@@ -73,7 +73,8 @@ class _Record:
                 return False
             if first:
                 self.raw = self.raw.removeprefix(BOM)
-                if first := stated_delimiter(self.raw) is not None:
+                first, stated = not stated and stated_delimiter(self.raw) is not None, True
+                if first:
                     continue
             if self._is_too_long() or self.raw.strip(_LINE_END):
                 return True

@@ -77,7 +77,7 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     known = {**dict.fromkeys(_WITHOUT_EFFECT, ...), **_ONLY}
     if refused := sorted(name for name, value in remaining.items() if known.get(name) not in (..., value)):
         near = {name: meant_field(name) or "".join(alike(name, _OTHERS, 0.8)) for name in refused[:20]}
-        rename = listed([f"{name} to {ours}" for name, ours in near.items() if ours] or [""])
+        rename = listed([f"{name} to {ours}" for name, ours in near.items() if ours not in ("", name)])
         remedy = f"remove them{rename and f', or rename {rename}'}"
         raise InvalidInput(f"body has {bracketed(refused)}, which {url} does not support here; {remedy}")
     return request

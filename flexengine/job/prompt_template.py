@@ -11,11 +11,13 @@ from flexengine.errors import InvalidInput, blankness, cut, json_kind, listed, s
 _BRACES = "write {{ and }} for braces that are text"
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template, beside text
 _ESCAPE = re.compile(r"\\[nrt]")  # as users type line breaks and tabs, where they are two characters
+_NO_ESCAPES = re.compile(r"\\[a-mo-qsu-z]|:\\|[\n\r\t]", re.IGNORECASE)  # in LaTeX, paths, and texts with real ones
 
 
 def typed_escape(texts: Iterable[str]) -> str:
-    """Return the first \\n, \\r or \\t of two characters in texts without line breaks and tabs; "" if there is none."""
-    typed = (_ESCAPE.search(text) for text in texts if not re.search(r"[\n\r\t]", text))
+    """Return the first \\n, \\r or \\t of two characters in texts that seem to mean line breaks or tabs; "" if there is
+    none."""
+    typed = (_ESCAPE.search(text) for text in texts if not _NO_ESCAPES.search(text))
     return next((found[0] for found in typed if found), "")
 
 

@@ -31,6 +31,8 @@ def argument(name: str, value: Any) -> Any:
     texts = all(isinstance(each, str | None) or is_missing(each) for each in value)
     if row and name == "prompts" and not (texts and isinstance(value.name, str | None)):  # a row has a number, mostly
         return value.to_dict()
+    if not row and value.name in PROMPT_KINDS:
+        return value
     if not row and (set(labels.names) != {None} or not any(isinstance(label, str | tuple) for label in labels)):
         return value
     one, cell = _ROW.get(name, (f"series[{name!r}]", "text"))

@@ -12,7 +12,7 @@ import math
 import re
 import string
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 from flexengine.errors import InvalidInput, json_fault, json_kind, size
 from flexengine.job.inputs import InputFile, ReadRows
 from flexengine.job.row_fields import RowRules, with_numbers
-from flexengine.job.rows import PANDAS_ROWS, PROMPT_KINDS, Row
+from flexengine.job.rows import CONTEXT, PANDAS_ROWS, PROMPT_KINDS, SCORED_KINDS, Row
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_VALUES = 2**21  # of a row: each takes about 100 bytes as a Python object
@@ -33,7 +33,9 @@ _SEEN = 2**16  # bytes that the beginning of a file, with white space, may take
 # An array whose first element is an object or is on another line, or which is empty; an object over several lines.
 _BEGINNING = re.compile(rb"\s*(\[\s*(\{|\]\s*\Z)|\[[ \t]*\r?\n|\{[ \t]*\r?\n\s*[\"}])")
 # A table as pandas writes it: by column, by row or as arrays. For a table that is too large to be read as a row.
-_FRAME = re.compile(rb'\s*(\{\s*"([^"\\]|\\.)*"\s*:\s*\{\s*"0"\s*:|\{\s*("0"|"schema"|"columns"|"index")\s*:|\[\s*\[)')
+_FRAME = re.compile(
+    rb'\s*(\{\s*"([^"\\]|\\.)*"\s*:\s*\{\s*"0"\s*:|\{\s*("0"|"schema"|"columns"|"index")\s*:\s*[\[{]|\[\s*\[)'
+)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_NUMBERS = "0123456789.eE+-"
 _LONGEST_WORD = 12  # characters: most of a word or escape that the end of the text may cut in two
@@ -94,9 +96,11 @@ def _is_frame(row: Row) -> bool:
     one of the formats split, tight and table; or a Series by row."""
     values, data, index = list(row.fields.values()), row.fields.get("data"), row.fields.get("index")
     by_name = all(isinstance(each, dict) and each.keys() == values[0].keys() for each in values)
+    by_name = by_name and (len(values) > 1 or all(key.isdecimal() for each in values for key in each))
     packed = isinstance(data, list) and (isinstance(index, list) or "schema" in row.fields)
     series = [*row.fields] == [str(i) for i in range(len(values))]
-    return not isinstance(row.prompt, str) and (by_name or packed or series)
+    runs = any(isinstance(row.fields.get(name), str | list) for name in (*PROMPT_KINDS, CONTEXT, *SCORED_KINDS))
+    return not runs and not isinstance(row.prompt, str | list) and (by_name or packed or series)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
@@ -142,7 +146,7 @@ def _json_row(row: Row, raw: bytes, rules: RowRules) -> Row:
         given = json_object(raw, lambda text: None if text == "NaN" else float(text))
         fields = json_object(raw) if b"Infinity" in raw else given
         row = Row(row.index, row.line, fields)
-        if not is_batch_line(fields, (*PROMPT_KINDS, rules.column, *rules.columns)):
+        if not is_batch_line(fields, (*PROMPT_KINDS, rules.column), rules.columns):
             row = requested(row, fields, rules)
             return row if fields is given else replace(row, request=with_numbers(row.request, given))
         from flexengine.job import openai  # most files have no such line
@@ -157,11 +161,14 @@ def _json_row(row: Row, raw: bytes, rules: RowRules) -> Row:
         return row.refused("nested too deeply")
 
 
-def is_batch_line(fields: dict[str, Any], prompt_fields: Iterable[str | None]) -> bool:
+def is_batch_line(fields: dict[str, Any], prompts: Iterable[str | None], columns: Sequence[str] = ()) -> bool:
     """Return whether a JSON line is an OpenAI batch line: it has all four keys, or at least two of them and none of the
-    fields `prompt_fields`, among which None is ignored."""
+    fields `prompts`, among which None is ignored. With a template it has all four, and none of the template's columns.
+    """
     known = sum(key in fields for key in _BATCH_KEYS)
-    return known == len(_BATCH_KEYS) or (known >= 2 and all(fields.get(p) is None for p in prompt_fields if p))
+    if columns:
+        return known == len(_BATCH_KEYS) and fields.keys().isdisjoint(columns)
+    return known == len(_BATCH_KEYS) or (known >= 2 and all(fields.get(p) is None for p in prompts if p))
 
 
 def is_document(file: BinaryIO) -> bool:

@@ -223,7 +223,7 @@ def _prompt_ids(
         raise InvalidInput(f"{nulls[0]} is null or NaN, so missing; give a text, messages or token ids")
     if len(present) != 1:
         others = "rename one to prompt, or name it by --prompt-column (prompt_column of run_job in Python)"
-        hint = renamed(PROMPT_KINDS, request)
+        hint = "" if present else renamed(PROMPT_KINDS, request)
         if {"role", "content"} <= request.keys():
             others = "a message is part of an array: put it into messages, as --chat (engine.chat in Python) does"
         fields = (

@@ -199,6 +199,7 @@ def test_a_series_is_a_row_or_a_column_only_if_it_is_surely_one() -> None:
         FRAME["text"][FRAME["label"] > 0],
         pd.Series(TEXTS, index=pd.MultiIndex.from_tuples([("a", 1), ("b", 2)], names=["x", "y"])),
     ]
+    columns += [pd.Series(TEXTS, index=["a", "b"], name="prompt"), pd.Series(TEXTS, index=["n", "text"], name="prompt")]
     assert all(argument(name, column) is column for column in columns for name in ("prompts", "messages", "context"))
     either = [
         pd.Series({"text": "a", "prompt": "b"}),

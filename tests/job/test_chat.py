@@ -262,6 +262,8 @@ def test_conversations_with_text_or_tool_calls_are_legal(messages):
 
 KNOWN = """{% for m in messages if m.role in ['user', "b"] %}user : {{ m.content }} {% endfor %}"""
 ELSE = "{% for m in messages %}{{ 'user' if m.role == 'user' else 'assistant' }} : {{ m.content }} {% endfor %}"
+ESCAPED = "{% for m in messages %}{{ m.role | replace('_', ' ') }} : {{ m.content | tojson }} {% endfor %}"
+LAST_FIRST = "{% for m in messages | reverse %}{{ m.role }} : {{ m.content.split('x')[-1] }} {% endfor %}"
 HEADED = "{% for m in messages %}{{ m.role | title }} : {{ m.content }} {% endfor %}"
 
 
@@ -295,6 +297,8 @@ def test_roles_that_the_template_names_are_legal(template):
         (KNOWN, "narrator", "b", False),
         (ELSE, "narrator", "b", False),
         (ELSE, "narrator", "narrator", False),
+        (ESCAPED, "narrator", "a\nb", True),
+        (LAST_FIRST, "narrator", "b", True),
     ],
 )
 def test_roles_that_the_template_leaves_out_are_errors(template, role, content, legal):

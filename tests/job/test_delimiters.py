@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flexengine.apps.evaluate import instances
-from flexengine.apps.tables import read_table
+from flexengine.apps.tables import Added, read_table, write_table
 from flexengine.errors import InvalidInput
 from flexengine.job.delimiters import stated_delimiter
 from flexengine.job.inputs import InputRows
@@ -48,6 +48,20 @@ def test_what_a_first_line_states_counts_more_than_the_option(tmp_path: Path, ca
             assert [row.prompt for row in rows] == ["a"]
             assert rows.settings["delimiter"] == ";"
         assert caplog.text.count("states ';' in its first line; ',' is not used for it") == told
+
+
+def test_a_second_such_line_is_the_header(tmp_path: Path) -> None:
+    assert read_table(str(written(tmp_path, b"sep=;\nsep=,\n1\n", "in.csv"))).columns == ("sep=,",)
+
+
+def test_an_output_states_what_its_table_stated(tmp_path: Path) -> None:
+    path, out = written(tmp_path, b"sep=;\nid;price\n1;2,5\n", "in.csv"), tmp_path / "out.csv"
+    write_table(str(out), read_table(str(path)), [Added("new", ["x"])])
+    assert out.read_text() == "sep=;\nid;price;new\n1;2,5;x\n"
+    assert read_table(str(out)).columns == ("id", "price", "new")
+    plain = written(tmp_path, b"id;price\n1;2,5\n", "plain.csv")
+    write_table(str(out), read_table(str(plain), delimiter=";"), [])
+    assert out.read_text() == "id;price\n1;2,5\n"
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def test_tools_arrive_and_arguments_become_objects():
             " not support here; remove them, or rename max_token to max_tokens",
         ),
         ({"body": {"prompt": "a", "x": 1}}, "which /v1/completions does not support here; remove them"),
+        ({"url": CHAT, "body": {"messages": [{"role": "user", "content": "a"}], "prompt": "b"}}, "here; remove them"),
         ({"max_tokens": 5}, "has ['max_tokens'] beside body"),
     ],
 )

@@ -290,6 +290,18 @@ def test_templates_and_batch_lines(tmp_path: Path) -> None:
         )
 
 
+def test_data_that_is_named_like_batch_lines(tmp_path: Path) -> None:
+    """Such as a log of requests: with a template its rows are data."""
+    log = {"custom_id": "a", "method": "GET", "url": "/x", "body": "b"}
+    rows = [{"url": "/x", "body": "b", "title": None}, {"url": "/x", "body": "b"}, {**log, "title": "T"}]
+    found = list(InputRows(written(tmp_path, "\n".join(map(json.dumps, rows)).encode()), template="{title}"))
+    assert [row.error and row.error.split(": ")[1] for row in found] == [
+        "column title is null; it must be text or a number",
+        "column title is missing; it must be text or a number",
+        None,
+    ]
+
+
 def test_columns_that_a_row_lacks(tmp_path: Path) -> None:
     path = written(tmp_path, b'{"review": "a"}\n{"reviw": "a"}\n{"review": null}\n{"id": 1}\n')
     must = "it must be text or a number"

@@ -112,7 +112,9 @@ def _joined(left: FileTable, right: FileTable, pairs: Sequence[_Pair]) -> FileTa
         cells = {side + name: value for name, value in record.fields.items()}
         records.append(TableRow(0, cells, f"{table.place(row)}: {record.fault}"))
     arrow = _joined_arrow(left, right, pairs, faults)
-    return FileTable(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow, left.delimiter)
+    return FileTable(
+        f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow, left.delimiter, stated=left.stated
+    )
 
 
 def _joined_arrow(
@@ -147,7 +149,9 @@ def schema_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
         for j, similarity in neighbours
     ]
     records = tuple(TableRow(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
-    return FileTable(f"{left.name} x {right.name}", left.form, columns, records, delimiter=left.delimiter)
+    return FileTable(
+        f"{left.name} x {right.name}", left.form, columns, records, delimiter=left.delimiter, stated=left.stated
+    )
 
 
 def _descriptions(table: FileTable, count: int) -> list[dict[str, str]]:

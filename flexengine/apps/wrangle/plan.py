@@ -24,7 +24,7 @@ from flexengine.apps.wrangle.spec import (
     YES,
     Spec,
 )
-from flexengine.errors import InvalidInput, check_library, listed
+from flexengine.errors import InvalidInput, check_library
 
 ENDS = ("prediction", "confidence", "failure")  # ends of the columns that the output adds
 
@@ -76,9 +76,7 @@ def make_plan(spec: Spec) -> WranglePlan:
     choices = choices_of(spec, [asked, examples] if examples else [asked])
     questions, pool = _predicted(spec, asked, examples)
     if spec.group and spec.shots != 0 and (missing := {q.group for q in questions} - {q.group for q in pool}):
-        raise InvalidInput(
-            f"group {listed(sorted(missing)[:1], True)} has no example; add rows of this group to --examples"
-        )
+        raise InvalidInput(f"group {sorted(missing)[0][:80]!r} has no example; add rows of this group to --examples")
     texts = _with_shots(spec, questions, pool, choices or (YES, NO), own=examples is None)
     if not texts:
         remedy = "give more rows, or lower --shots"

@@ -147,7 +147,8 @@ class TestTypedEscapes:
         (["--template", r"{a}\nLabel:"], ["--template"]), (["--stop", "x", "--stop", r"\n"], ["--stop"]),
         (["--bad-word", r"\n", "--template", r"{a}\n"], ["--template", "--bad-word"]), (["--output", r"a\n"], []),
         (["--template", "{a}\nLabel:"], []), (["--template", "{a}\n\\nabla"], []), (["--stop", "a"], []), ([], []),
-        (["--delimiter", r"\t"], []),
+        (["--delimiter", r"\t"], []), (["--template", r"{a} \times \frac{{1}}{{2}}"], []),
+        (["--template", r"C:\new: {a}"], []),
     ])  # fmt: skip
     def test_of_run(self, words: list[str], options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         args = run_parser().parse_args(words)
