@@ -4,12 +4,10 @@ limit and the remedy."""
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
-from functools import lru_cache
 from importlib import import_module
-from itertools import islice
 from typing import Any
 
 from flexengine.places import place_of
@@ -222,7 +220,6 @@ def blankness(text: str) -> str:
     return "empty" if not text else "" if VISIBLE.search(text) else "blank"
 
 
-_MISSPELT, _LOOKED_AT = 0.75, 50  # similarity to a name that is missing; names of a row that are compared
 _WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)
 _JSON_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "true or false"), (str, "a string"), ((int, float), "a number"), ((list, tuple), "an array"),
@@ -298,27 +295,6 @@ def _written(value: object) -> str:
 def _typed(value: object) -> str:
     name = type(value).__name__
     return f"a{'n' * (name[0] in 'AEIOUaeiou')} {name}"
-
-
-def stated(name: str, fields: Mapping[str, Any], written: Callable[[object], str] = shown) -> str:
-    """Return "NAME is VALUE", or "NAME is missing" with the field that is probably misspelt. written: of a value."""
-    if name in fields:
-        return f"{name} is {written(fields[name])}"
-    hint = renamed([name], fields)
-    return f"{name} is missing{hint and f' ({hint})'}"
-
-
-def renamed(names: Iterable[str], fields: Iterable[object]) -> str:
-    """Return "did you mean NAME by FIELD?" for a field whose name resembles one of `names`, in any case and without
-    separators; "" for none. fields: names that a user gave, of which the first _LOOKED_AT are looked at."""
-    return _renamed(tuple(names), tuple(field for field in islice(fields, _LOOKED_AT) if isinstance(field, str)))
-
-
-@lru_cache(1000)  # rows of a file have the same fields
-def _renamed(names: tuple[str, ...], given: tuple[str, ...]) -> str:
-    letters = {re.sub(r"[\W_]", "", field).lower(): field for field in given}
-    near = ((alike(re.sub(r"[\W_]", "", name), list(letters), _MISSPELT), name) for name in names)
-    return next((f"did you mean {name} by {shown(letters[found[0]])}?" for found, name in near if found), "")
 
 
 def meant(word: str, known: Sequence[str]) -> str | None:

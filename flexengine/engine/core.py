@@ -95,12 +95,7 @@ class Core:
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
             self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
-        texts = [] if driven else [unapplied(self.source.directory)]
-        if texts and self.tokenizer is not None:
-            from flexengine.model.turn_ends import unended  # models without a tokenizer do without
-
-            texts.append(unended(self.tokenizer, self.eos))
-        for text in filter(None, texts):
+        if text := "" if driven else unapplied(self.source.directory):
             message(text)
         kernels.load()  # tiers convert with the CPU's kernels, also with a GPU: build them before lanes start
         self.kernels = kernels.load_for(self.machine.compute)

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, is_missing, json_kind, renamed, shown
+from flexengine.errors import InvalidInput, is_missing, json_kind, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.foreign import whole
+from flexengine.job.near_names import renamed
 from flexengine.job.python_arguments import argument
 from flexengine.job.rows import (
     PROMPT_KINDS,

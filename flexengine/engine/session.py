@@ -69,7 +69,7 @@ class Session:
             total = core.skeleton.total
             strategy.check(shape_name(core.facts, total), total, options.group.size if options.group else 1)
             self.planner.block = strategy.decode_batch * strategy.cohorts
-        self.reader = PromptReader(core.tokenizer, core.skeleton, core.shares, core.options.given_ram)
+        self.reader = PromptReader(core.tokenizer, core.skeleton, core.shares, core.options.given_ram, core.eos)
         self.calibrator = Calibrator(core, exact_engine)
         core.opened.importances = lambda: self.calibrator.importances
         core.opened.thresholds = lambda: self.calibrator.thresholds

@@ -10,7 +10,7 @@ import re
 import tempfile
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -22,7 +22,7 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, listed
 from flexengine.job.bounds import most_characters
 from flexengine.job.row_fields import MOST_NAMES, meant_field, misspelt
-from flexengine.job.rows import Request, Row, encode, row_of
+from flexengine.job.rows import Request, Row, encode, is_chat, row_of
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import check_edits
 from flexengine.plan.formatting import count
@@ -199,13 +199,16 @@ class PromptReader:
         now: local time that chat templates read: that at which the job began; None is the time of each conversion.
     """
 
-    def __init__(self, tokenizer: Any, skeleton: Skeleton, shares: bool, memory: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, skeleton: Skeleton, shares: bool, memory: int | None = None, eos: set[int] | None = None
+    ) -> None:
         """Convert prompts for the model of `skeleton`.
 
         Args:
             tokenizer: None if the checkpoint has none.
             shares: whether sequences share common prefixes.
             memory: bytes of RAM that were given, the most that tokenizing a text may take; None is a constant limit.
+            eos: the model's end tokens; None if it generates nothing.
         """
         self.most = most_characters(memory)
         self.tokenizer, self.context = tokenizer, skeleton.context_length or _ENDLESS
@@ -214,6 +217,7 @@ class PromptReader:
         self._checked: Any = None  # texts of the last row that were looked up: most jobs have the same for all rows
         self._unused = set[str]()  # variables of chat templates that were reported as unused
         self._doubled = False  # whether a message has named a doubled first token
+        self._eos = eos  # None after the end of turns was looked at
         self._names = set[str]()  # of fields that were looked at, the first MOST_NAMES
         self.unscored = skeleton.head_module.step.fault  # why this model cannot score; None if it can
 
@@ -260,6 +264,8 @@ class PromptReader:
                         self._checked = edits
                     self._report_unused(item.sampling.chat_template_kwargs or {})
                     self._report_doubled(item)
+                    if self._eos is not None and not scored and is_chat(row.request, row.chat):
+                        self._report_unended(item.sampling, self._eos)
                 yield item
             except InvalidInput as error:
                 yield row.refused(str(error))
@@ -295,6 +301,14 @@ class PromptReader:
         name = self.tokenizer.bos_token
         fault = f"prompts begin with {name!r}, which the tokenizer adds, too, so that it is there twice"
         message(f"{fault}: leave it out of the text, or send messages or prompt_token_ids", logging.WARNING)
+
+    def _report_unended(self, sampling: SamplingParams, eos: Collection[int]) -> None:
+        """Report, for the first conversation, that the chat template ends turns with a token that ends no text."""
+        from flexengine.model.turn_ends import unended  # jobs without chats do without
+
+        self._eos = None
+        if text := "" if sampling.ignore_eos else unended(self.tokenizer, sampling, eos):
+            message(text, logging.WARNING)
 
     def survey(
         self,

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kind, shown, stated
+from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kind, shown
 from flexengine.job.foreign import TOOLS
+from flexengine.job.near_names import stated
 
 _ROLES = ("user", "assistant", "system", "tool")
 _ALLOWED = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"

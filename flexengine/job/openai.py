@@ -15,9 +15,10 @@ from itertools import islice
 from typing import Any
 
 from flexengine.config import Completion, Result
-from flexengine.errors import InvalidInput, alike, bracketed, json_kind, listed, shown, stated
+from flexengine.errors import InvalidInput, alike, bracketed, json_kind, listed, shown
 from flexengine.job.chats import messages_of, tools_of, with_parsed_arguments
 from flexengine.job.foreign import FOREIGN, OVERRIDES, TOOLS, check_format
+from flexengine.job.near_names import stated
 from flexengine.job.row_fields import meant_field
 from flexengine.job.rows import Row
 

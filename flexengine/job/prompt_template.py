@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from flexengine.errors import InvalidInput, blankness, cut, json_kind, listed, shown, stated
+from flexengine.errors import InvalidInput, blankness, cut, json_kind, listed, shown
+from flexengine.job.near_names import stated
 
 _BRACES = "write {{ and }} for braces that are text"
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template, beside text

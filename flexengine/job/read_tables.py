@@ -73,7 +73,13 @@ def check_columns(
     if seems := seeming(columns, source):
         raise InvalidInput(f"{lacks}: {seems}")
     alike = [column for column in columns if column.lower() in PROMPT_KINDS]
-    if alike and alike[0] in _AS_JSON and source.form in DELIMITERS and _first_cell(alike[0], rows)[:1] != "[":
+    if (
+        not rules.column
+        and alike
+        and alike[0] in _AS_JSON
+        and source.form in DELIMITERS
+        and _first_cell(alike[0], rows)[:1] != "["
+    ):
         raise InvalidInput(f"{lacks}: {_texts_of(alike[0])}")
     guess = alike[0] if alike else longest_text(columns, islice(rows, _SAMPLE))
     name = (meant(rules.column, columns) if rules.column else guess) or ""

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
-from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, renamed, shown
+from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
 from flexengine.job.foreign import CHAT_ONLY, TOOLS, check_foreign, check_format, own_sampling, whole
 from flexengine.records import unwrapped
@@ -180,7 +180,7 @@ def encode(
     try:
         check_format(request)
         sampling = own_sampling(request, defaults)
-        check_foreign(request, sampling, _is_chat(request, row.chat), not row.is_batch)
+        check_foreign(request, sampling, is_chat(request, row.chat), not row.is_batch)
         known = len(tokenizer) if vocab_size is None and tokenizer else vocab_size
         ids = _prompt_ids(request, tokenizer, known, row.chat, sampling.template_options, now or datetime.now())
         if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
@@ -197,7 +197,7 @@ def encode(
     return Request(row.index, ids, sampling, row.line, prompt=row.prompt, own_seed=own_seed)
 
 
-def _is_chat(request: Mapping[str, Any], as_message: bool) -> bool:
+def is_chat(request: Mapping[str, Any], as_message: bool) -> bool:
     """Return whether a request's prompt goes through a chat template. as_message: text does, as a user's message."""
     prompt = request.get("prompt")
     listed = isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
@@ -223,6 +223,8 @@ def _prompt_ids(
         raise InvalidInput(f"{nulls[0]} is null or NaN, so missing; give a text, messages or token ids")
     if len(present) != 1:
         others = "rename one to prompt, or name it by --prompt-column (prompt_column of run_job in Python)"
+        from flexengine.job.near_names import renamed  # few rows are refused
+
         hint = "" if present else renamed(PROMPT_KINDS, request)
         if {"role", "content"} <= request.keys():
             others = "a message is part of an array: put it into messages, as --chat (engine.chat in Python) does"
@@ -236,7 +238,7 @@ def _prompt_ids(
     kind, prompt = present[0], request[present[0]]
     if isinstance(prompt, str) and not VISIBLE.search(prompt):
         raise InvalidInput(f"{kind} is {blankness(prompt)}; give a text")
-    if _is_chat(request, as_message):
+    if is_chat(request, as_message):
         asked = [{"role": "user", "content": prompt}] if kind == "prompt" and isinstance(prompt, str) else prompt
         return _chat_ids(kind, asked, request, tokenizer, options, now)
     listed = isinstance(prompt, list | tuple) and bool(prompt)

@@ -41,8 +41,9 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     if not any(os.path.lexists(directory / name) for name in _NAMES):
         return None
     for file in sorted(file for pattern in _READ for file in directory.glob(pattern)):
-        with model_file(file, directory).open("rb") as stream:
-            if file.suffix == ".jinja" or file.name in _TEXTS:
+        path = model_file(file, directory)
+        if file.suffix == ".jinja" or file.name in _TEXTS:
+            with path.open("rb") as stream:
                 check_mark(file, stream.read(3))
     path = directory / _CONFIG
     settings = _settings(path)
@@ -197,11 +198,12 @@ def _special(tokenizer: Any, text: str) -> int | None:
         return token if tokenizer.decode([token]) == text else None
 
 
-def _marked(strings: Sequence[str], tokenizer: Any) -> tuple[str, ...]:
-    """Return the stop strings that hold the name of a special token and other text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values() if strings else ()
-    names = [token.content for token in added if token.special and token.content]
-    return tuple(string for string in strings if any(name in string and name != string for name in names))
+def _marked(strings: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], frozenset[int]]:
+    """Return the stop strings that hold the name of a special token and other text, and the special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items() if strings else ()
+    names = {token: text.content for token, text in added if text.special and text.content}
+    marked = (string for string in strings if any(name in string and name != string for name in names.values()))
+    return tuple(marked), frozenset(names)
 
 
 def bad_word_ids(sampling: SamplingParams, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
@@ -264,7 +266,7 @@ class Stops:
         self._prompt, self._least = prompt, sampling.min_tokens
         named = named_tokens(sampling, tokenizer)
         self._tokenizer, self._strings = tokenizer, sampling.stop
-        self._marked = _marked(sampling.stop, tokenizer)
+        self._marked, self._special = _marked(sampling.stop, tokenizer)
         self.tokens = named.union(sampling.stop_token_ids, () if sampling.ignore_eos else eos)
         self._longest = max(map(len, sampling.stop), default=0)
 
@@ -278,7 +280,7 @@ class Stops:
             return None
         # A decoded tail may contain a stop string that the whole text does not, so the whole text is searched too.
         match = self._first(self._tail(generated)) >= 0 and self._end_of(generated, self._continuation(generated)) >= 0
-        return "stop" if match or self._marked_by(generated) else None
+        return "stop" if match or self._marked_at(generated) >= 0 else None
 
     def text(self, generated: list[int]) -> str | None:
         """Return the text without special tokens, up to the first stop string; None without a tokenizer.
@@ -289,20 +291,22 @@ class Stops:
             return None
         text = self._continuation(generated)
         end = self._end_of(generated, text)
-        if end < 0 and (string := self._marked_by(generated)):
-            at, count = self._decode(generated, False).rfind(string), len(generated)
+        if end < 0 and (at := self._marked_at(generated)) >= 0:
+            count = len(generated)
             while len(before := self._decode(generated[: count - 1], False)) > at:
                 count -= 1
             return self._continuation(generated[: count - 1]) + self._decode(generated[:count], False)[len(before) : at]
         return text if end < 0 else text[:end]
 
-    def _marked_by(self, generated: list[int]) -> str:
-        """Return the stop string with a special token's name that the last token completes; "" if there is none."""
-        if not self._marked or len(generated) <= self._least:
-            return ""
+    def _marked_at(self, generated: list[int]) -> int:
+        """Return where the first stop string with a special token's name begins in the text with special tokens; -1 if
+        there is none. The whole text is decoded if one of its last tokens is special: a part may decode otherwise."""
         last = generated[-4 * self._longest - 8 :]  # a character has 4 tokens at most, one for each byte
-        now, before = self._decode(last, False), self._decode(last[:-1], False)
-        return next((string for string in self._marked if now.count(string) > before.count(string)), "")
+        if not self._marked or len(generated) <= self._least or self._special.isdisjoint(last):
+            return -1
+        text, least = self._decode(generated, False), len(self._decode(generated[: self._least], False))
+        starts = (text.find(string, max(0, least - len(string) + 1)) for string in self._marked)
+        return min((start for start in starts if start >= 0), default=-1)
 
     def _tail(self, generated: list[int]) -> str:
         """Return the end of the text, long enough to contain any stop string that the last token completes.

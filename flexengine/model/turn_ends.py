@@ -1,7 +1,9 @@
-"""Tokens by which texts and turns end: those of chat templates, and those that end no text here."""
+"""Tokens by which texts and turns end: those of chat templates."""
 
 from collections.abc import Collection
 from typing import Any
+
+from flexengine.config import SamplingParams
 
 # Ends of a turn, which older files do not name; one is taken if the chat template writes it.
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<EOT>")
@@ -14,17 +16,20 @@ def turn_ends(template: str, tokens: Collection[str]) -> set[str]:
     return written - {"<|end|>"} if written and not _CHANNELS.isdisjoint(tokens) else written
 
 
-def unended(tokenizer: Any, eos: Collection[int]) -> str:
-    """Return a message if the tokenizer's end token, or one by which its chat template ends a turn, ends no text; "" if
-    all do. eos: the model's end tokens."""
+def unended(tokenizer: Any, sampling: SamplingParams, eos: Collection[int]) -> str:
+    """Return a message if the chat template ends turns with tokens of which none ends a text; "" otherwise. eos: the
+    model's end tokens."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    ends = {getattr(tokenizer, "eos_token", None), *turn_ends(str(getattr(tokenizer, "chat_template", "")), vocabulary)}
-    lost = {name: token for name, token in sorted(vocabulary.items()) if name in ends and token not in eos}
-    if not lost:
+    written = turn_ends(str(getattr(tokenizer, "chat_template", "")), vocabulary)
+    ends = {name: vocabulary[name] for name in sorted(written & vocabulary.keys())}
+    if (
+        not ends
+        or not {*ends.values()}.isdisjoint({*eos, *sampling.stop_token_ids})
+        or not written.isdisjoint(sampling.stop)
+    ):
         return ""
-    listed = " and ".join(f"{name!r} (--stop-token-id {token})" for name, token in lost.items())
-    known = f"only {', '.join(map(str, sorted(eos)))}" if eos else "no token"
+    name, token = next(iter(ends.items()))
     return (
-        f"the tokenizer ends texts or turns with {listed}, which end no text here, as in generate of transformers:"
-        f" by generation_config.json or config.json {known} does; give the option if they should"
+        f"the chat template ends turns with {name!r}, which ends no text by the model's generation_config.json or"
+        f" config.json, so answers may run on; --stop-token-id {token} ends them"
     )

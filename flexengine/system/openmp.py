@@ -1,12 +1,15 @@
 """The OpenMP library of torch, whose threads the native kernels use, too."""
 
 import ctypes
+import os
 import re
 from functools import cache
 from pathlib import Path
 
 OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
 HARD = 2  # omp_pause_hard
+_forked: list[bool] = []  # not empty in a fork, whose OpenMP threads are those of the parent: to end them would hang
+os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 
 def openmp_runtime() -> str | None:
@@ -40,7 +43,7 @@ def end_idle_threads() -> None:
     Each thread that computes has OpenMP threads of its own. If all together are more than the processors, libgomp lets
     idle ones sleep at once, so that every kernel has to wake them: a layer of 8 experts took 7.3 ms instead of 4.1.
     """
-    if (gomp := _gomp()) is not None:
+    if not _forked and (gomp := _gomp()) is not None:
         number = gomp.omp_get_max_threads()  # of this thread; it ends, too
         gomp.omp_pause_resource_all(HARD)
         gomp.omp_set_num_threads(number)

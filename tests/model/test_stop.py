@@ -407,16 +407,34 @@ def test_edits_that_cannot_be_made_are_refused() -> None:
         assert reason in str(caught.value)
 
 
-def test_ends_that_end_no_text_are_named() -> None:
-    """The tokenizer's own, and those by which its chat template ends a turn, if the model's config lacks them."""
+@pytest.mark.parametrize("count", [5, 19, 60])
+def test_special_tokens_behind_runs_of_bytes(count: int) -> None:
+    """The whole text decides, also where one bad byte breaks all of a run that its end alone would show."""
+    tokenizer = MAKERS["sentencepiece"]()
+    run = [i for byte in "\u65e5".encode() * count for i in [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>")]]
+    stop, bad = "\u65e5<|im_end|>", tokenizer.convert_tokens_to_ids("<0xF0>")
+    assert tokenizer.decode([*run, 3]) == "\u65e5" * count + "<|im_end|>"
+    assert watched(tokenizer, [*run, 3, 9], stop=stop) == (len(run) + 1, "\u65e5" * (count - 1), "stop")
+    assert watched(tokenizer, [bad, *run, 3, 9], stop=stop)[2] is None
+
+
+def test_ends_that_overlap() -> None:
     tokenizer = MAKERS["byte-level"]()
-    assert unended(tokenizer, {2}) == ""
-    assert "ends texts or turns with '</s>' (--stop-token-id 2), which end no text here" in unended(tokenizer, set())
+    assert watched(tokenizer, [3] * 5, stop="<|im_end|><|im_end|>", min_tokens=2)[0] == 3
+
+
+def test_turn_ends_that_end_no_text_are_named() -> None:
+    """If no token by which the chat template ends a turn ends a text, by config, options or stop strings."""
+    tokenizer, plain = MAKERS["byte-level"](), SamplingParams()
+    assert unended(tokenizer, plain, set()) == ""
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<|eot_id|>"
-    said = unended(tokenizer, {1, 2})
-    assert "turns with '<|im_end|>' (--stop-token-id 3), which end no text here" in said
-    assert "config.json only 1, 2 does" in said
-    assert unended(tokenizer, {2, 3}) == ""
+    said = unended(tokenizer, plain, {1, 2})
+    assert said.startswith("the chat template ends turns with '<|im_end|>', which ends no text by the model's")
+    assert said.endswith("; --stop-token-id 3 ends them")
+    for sampling, eos in (
+        (plain, {2, 3}), (SamplingParams(stop_token_ids=[3]), {2}), (SamplingParams(stop=["<|im_end|>"]), {2})
+    ):  # fmt: skip
+        assert unended(tokenizer, sampling, eos) == ""
 
 
 def test_the_chat_template_of_a_processor_is_read(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from flexengine.activity import message
 from flexengine.apps.tables import FileTable, cell_text
 from flexengine.apps.wrangle.spec import DEFAULT_TOP, TOKEN, Spec
 from flexengine.errors import InvalidInput, listed, shown
 from flexengine.job.arrow_rows import TableRow
 from flexengine.job.pandas_index import is_nameless
+from flexengine.plan.formatting import count
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
 _MAX_CELLS = 2**22  # similarities in memory at a time
@@ -96,6 +98,10 @@ def matching_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
     if not pairs:
         none = f"no row of {left.name} is similar to a row of {right.name} in the columns {listed(columns, last=', ')}"
         raise InvalidInput(f"{none}; compare other columns by --show")
+    found = {i for i, _, _ in pairs}
+    if alone := [record.line or i for i, record in enumerate(left.records) if i not in found and not record.fault]:
+        rows = f"{count(len(alone), 'row', 'rows')} of {left.name}, such as that of line {alone[0]},"
+        message(f"{rows} {'is' if len(alone) == 1 else 'are'} similar to no row of {right.name}, and in no pair")
     return _joined(left, right, pairs)
 
 

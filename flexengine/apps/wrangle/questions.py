@@ -158,7 +158,8 @@ def _detect(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuesti
         for column, target in zip(spec.column, targets_of(spec), strict=True):
             value = cell_text(record.fields[column]) or spec.missing
             text = f"{before}Is there {spec.error} in {column}: {value}?"
-            yield CellQuestion(row, target, text, labels[column](row))
+            asks = spec.alone or _shows_any(record.fields, [*shown, column])
+            yield CellQuestion(row, target, text if asks else "", labels[column](row))
 
 
 def _transform(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:

@@ -302,6 +302,7 @@ def run(args: argparse.Namespace) -> int:
         with make(Lossy("int3", calibrate=calibrate or BUNDLED)) as engine:
             harm = harm_of(engine)
         common.write(args.harm, harm_text(harm))
+        say(f"harms are in {args.harm}; flexengine plan MODEL --cluster FILE --harm {args.harm} reads them")
         if alone:
             print(json.dumps(harm) if args.json else harm_table(harm))
             return DONE
