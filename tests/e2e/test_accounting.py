@@ -193,7 +193,7 @@ def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
         options = {"policy": policy, "device": "sim", "links": links, "overlap": overlap, "offload_dir": tmp_path}
         with Engine(tmp_path / "model", **options) as e:
             e.generate(rows[:2], SamplingParams(max_tokens=3, ignore_eos=True))  # warm
-            for _ in range(20):
+            for _ in range(5):
                 e.generate(rows, params)
                 s = e.summary
                 busy = {lane: share * s.total_seconds for lane, share in s.busy.items()}

@@ -81,6 +81,10 @@ def test_a_fork_of_a_process_whose_engine_was_refused(monkeypatch: pytest.Monkey
 @pytest.mark.slow  # forks of a process with torch
 def test_a_new_engine_in_a_fork(engine: Any, directory: Path) -> None:
     """It is refused, as torch would wait for threads that the child lacks; with one thread it runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).add(1)  # this thread's OpenMP threads begin, which the child lacks
+    torch.set_num_threads(threads)
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         signal.alarm(30)
