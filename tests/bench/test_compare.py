@@ -171,7 +171,7 @@ def test_an_interpreter_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize(("words", "told"), [
     ("--runs 0", "must be 1 or more"), ("--peer-runs -3", "must be 1 or more"), ("--peer-batches 4 0", "1 or more"),
-    ("--lossy weights=int9", "'int9'; it must be"), ("--lossy weight=int4", "'weight'"),
+    ("--lossy weights=int9", "'int9'; it must be"), ("--lossy weight=int4", "did you mean weights?"),
     ("--lossy sparse_attention", "sparse_attention"),
     ("--limit abc", "'abc'"), ("--limit 0", "'0'"), ("--model /nonexistent", "/nonexistent is no directory"),
 ])  # fmt: skip
