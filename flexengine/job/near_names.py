@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from flexengine.errors import alike, shown
+from flexengine.errors import alike, cut, shown
 
 _MISSPELT, _LOOKED_AT = 0.75, 50  # similarity to a name that is missing; names of a row that are compared
 
@@ -14,9 +14,9 @@ _MISSPELT, _LOOKED_AT = 0.75, 50  # similarity to a name that is missing; names 
 def stated(name: str, fields: Mapping[str, Any], written: Callable[[object], str] = shown) -> str:
     """Return "NAME is VALUE", or "NAME is missing" with the field that is probably misspelt. written: of a value."""
     if name in fields:
-        return f"{name} is {written(fields[name])}"
+        return f"{cut(name)} is {written(fields[name])}"
     hint = renamed([name], fields)
-    return f"{name} is missing{hint and f' ({hint})'}"
+    return f"{cut(name)} is missing{hint and f' ({hint})'}"
 
 
 def renamed(names: Iterable[str], fields: Iterable[object]) -> str:
