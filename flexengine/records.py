@@ -157,11 +157,12 @@ def named_fields(kind: type[T]) -> type[T]:
     """Return a dataclass whose errors name its fields, if it is made with a field that it does not have, or with an
     object of fields."""
     make: Any = kind.__init__
+    known = [each.name for each in fields(cast(Any, kind)) if each.init]
 
     @wraps(make)
     def made(self: Any, *values: Any, **given: Any) -> None:
         name = type(self).__name__
-        check_names(f"{name} has no field", given, [each.name for each in fields(cast(Any, kind)) if each.init])
+        check_names(f"{name} has no field", given, known)
         if values and isinstance(values[0], Mapping):
             raise InvalidInput(f"{name} is given {shown(values[0])}; give fields by name, as {name}(**fields)")
         make(self, *values, **given)
@@ -251,9 +252,10 @@ def load(kind: type[T], path: str | Path, what: str, names: str | None = None) -
         what: kind of file, for messages; errors as for `read_object` and `read`.
         names: kind of shipped files; None if there are none of this kind.
     """
-    _check_path(path, what, f", or of a shipped one; {kind.__name__}(**fields) takes fields" if names else "")
-    if names is not None and (os.path.isdir(path) or not os.path.exists(path)):
-        path = python_words(resolve_name("flexengine.shipped:find_file"))(names, os.fspath(path))
+    if names is not None:
+        _check_path(path, what, f", or of a shipped one; {kind.__name__}(**fields) takes fields")
+        if os.path.isdir(path) or not os.path.exists(path):
+            path = python_words(resolve_name("flexengine.shipped:find_file"))(names, os.fspath(path))
     return read(kind, read_object(path, what), f"{what} {path}")
 
 

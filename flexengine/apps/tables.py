@@ -118,9 +118,8 @@ def read_table(name: str, what: str = "table", limit: int | None = None, delimit
     delimiter = delimiter if form in DELIMITERS else None
     with closing(InputFile(path, form, delimiter, remedies=_REMEDIES)) as source:
         columns, records = read_records(source, f"{what} {name}", limit)
-        if "" in columns and all(
-            record.fields.get("") in (None, "") for record in records
-        ):  # of a separator at each line's end
+        filled = any(record.fields.get("") not in (None, "") for record in records)
+        if "" in columns and not filled:  # of a separator at each line's end
             columns = tuple(filter(None, columns))
             records = tuple(r._replace(fields={k: v for k, v in r.fields.items() if k}) for r in records)
         if "" in columns:

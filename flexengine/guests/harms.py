@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from flexengine.activity import activity, tick
+from flexengine.codec.forms import WeightFormat
 from flexengine.codec.packed import CODECS
 from flexengine.engine.calibrator import Calibrator, Score
 from flexengine.engine.core import Core
@@ -70,8 +71,9 @@ def variance(core: Core, calibrator: Calibrator) -> Harms:
             text.watch(recorder.watching(), score)
             return recorder.weighted_variances()
 
-        found = calibrator.reading(text, moments)
-        _write(file, [_indicator(core, layer, found) for layer in core.skeleton.layers])
+        found, chosen = calibrator.reading(text, moments), forms(core.skeleton, PROBE)
+        matrices = ({name: chosen[name] for name in layer if name in chosen} for layer in core.skeleton.layers)
+        _write(file, [_indicator(core, layer, found) for layer in matrices])
 
     found = _stored(core, {"variance": VARIANCE_VERSION, "rows": text.digest}, build)
     return [{codec: omega / (2 ** CODECS[codec].bits - 1) ** 2 for codec in ENCODED} for omega in found]
@@ -128,10 +130,10 @@ def _measure(
             work.advance(1)
 
 
-def _indicator(core: Core, layer: Mapping[str, Any], variances: Mapping[str, Sequence[float]]) -> float:
+def _indicator(core: Core, matrices: Mapping[str, WeightFormat], variances: Mapping[str, Sequence[float]]) -> float:
     """Return the indicator of a layer for codes of step max W - min W. variances: of each matrix, by name."""
-    total, chosen = 0.0, forms(core.skeleton, PROBE)
-    for name, form in ((name, chosen[name]) for name in layer if name in chosen):
+    total = 0.0
+    for name, form in matrices.items():
         low, high = ([sign * float("inf")] * max(1, form.count) for sign in (1, -1))
         for piece in pieces(name, core.opened.locations[name], form):
             low[piece.number] = min(low[piece.number], float(piece.rows.min()))

@@ -30,3 +30,15 @@ def _renamed(names: tuple[str, ...], given: tuple[str, ...]) -> str:
     letters = {re.sub(r"[\W_]", "", field).lower(): field for field in given}
     near = ((alike(re.sub(r"[\W_]", "", name), list(letters), _MISSPELT), name) for name in names)
     return next((f"did you mean {name} by {shown(letters[found[0]])}?" for found, name in near if found), "")
+
+
+def without_prompt(request: Mapping[str, Any], kinds: Iterable[str]) -> str:
+    """Return the end of the fault of a row without a prompt: its fields, and what to do about them. kinds: fields of
+    prompts."""
+    if not request:
+        return ", but it has no fields"
+    remedy = "rename one to prompt, or name it by --prompt-column (prompt_column of run_job in Python)"
+    if {"role", "content"} <= request.keys():
+        remedy = "a message is part of an array: put it into messages, as --chat (engine.chat in Python) does"
+    hint = renamed(kinds, request)
+    return f" (its fields are {shown(list(request))}; {hint and f'{hint} '}{remedy})"

@@ -222,19 +222,10 @@ def _prompt_ids(
     if nulls := [kind for kind in PROMPT_KINDS if kind in request and not present]:
         raise InvalidInput(f"{nulls[0]} is null or NaN, so missing; give a text, messages or token ids")
     if len(present) != 1:
-        others = "rename one to prompt, or name it by --prompt-column (prompt_column of run_job in Python)"
-        from flexengine.job.near_names import renamed  # few rows are refused
+        fault = f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed"
+        from flexengine.job.near_names import without_prompt  # few rows are refused
 
-        hint = "" if present else renamed(PROMPT_KINDS, request)
-        if {"role", "content"} <= request.keys():
-            others = "a message is part of an array: put it into messages, as --chat (engine.chat in Python) does"
-        fields = (
-            f" (its fields are {shown(list(request))}; {hint and f'{hint} '}{others})"
-            if request
-            else ", but it has no fields"
-        )
-        given = f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}"
-        raise InvalidInput(f"{given}; exactly one is needed{fields * (not present)}")
+        raise InvalidInput(fault if present else f"{fault}{without_prompt(request, PROMPT_KINDS)}")
     kind, prompt = present[0], request[present[0]]
     if isinstance(prompt, str) and not VISIBLE.search(prompt):
         raise InvalidInput(f"{kind} is {blankness(prompt)}; give a text")

@@ -9,7 +9,6 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,7 @@ from flexengine.activity import Activity
 from flexengine.engine.job import Job
 from flexengine.errors import ModelNotFound
 from tests.helpers.patience import PATIENCE, until
-from tests.helpers.speaker import LONG, SHORT, TEXTS, make_speaker, opened, tokens
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("speaker")
-    make_speaker(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Iterator[Engine]:
-    with opened(directory) as engine:
-        engine.expected = [result.token_ids for result in engine.generate(TEXTS, SHORT)]  # type: ignore[attr-defined]
-        yield engine
+from tests.helpers.speaker import LONG, SHORT, TEXTS, opened, tokens
 
 
 def test_an_engine_is_not_copied_and_a_closed_one_says_so(directory: Path) -> None:

@@ -25,7 +25,7 @@ from flexengine.job.rows import row_of
 from flexengine.plan.cluster import file as cluster_file
 from flexengine.plan.stages import Strategy
 from flexengine.words import command_words, in_python
-from tests.helpers.speaker import SHORT, TEXTS, make_speaker, opened, tokens
+from tests.helpers.speaker import SHORT, TEXTS, opened, tokens
 
 pd = pytest.importorskip("pandas")
 FRAME = pd.DataFrame({"text": TEXTS, "label": [0, 1]})
@@ -52,20 +52,6 @@ def columns_of(values: list[Any]) -> Iterator[Any]:
     yield (value for value in values)
     pyarrow = pytest.importorskip("pyarrow")
     yield from (pyarrow.array(values), pyarrow.table({"prompt": values})["prompt"])
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("speaker")
-    make_speaker(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Iterator[Engine]:
-    with opened(directory) as engine:
-        engine.expected = [result.token_ids for result in engine.generate(TEXTS, SHORT)]  # type: ignore[attr-defined]
-        yield engine
 
 
 # Tables and columns.

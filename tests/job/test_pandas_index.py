@@ -50,7 +50,7 @@ def stored(folder: Path, table: Any, suffix: str = ".parquet") -> Path:
 
 
 def found(path: Path) -> RangeColumn | None:
-    """Return the index that a reader of the file is told of."""
+    """Return the `RangeColumn` that the reading process sends for a file; None if it sends none."""
     form = "parquet" if path.suffix == ".parquet" else "arrow"
     index: RangeColumn | None
     kind, (names, index) = next(replies(str(path), form, None, 0, 0, 256, 1))
