@@ -101,10 +101,13 @@ class AttentionTrial:
 
     def layers(self, sequences: int, tokens: int, home: str = "device") -> int:
         """Return the layers of a trial: enough to exceed the CPU's caches, limited by free memory; 0 if none fits."""
-        page = page_tokens(self.facts, home, tokens)
-        one = sequences * pages_for(tokens, page) * page * self.facts.kv_token
-        left = room(self.machine, home)
+        one, left = self.layer_bytes(sequences, tokens, home), room(self.machine, home)
         return min(LAYERS, -(-UNCACHED // one), max(left // TRIALS // one, min(1, left // one)))
+
+    def layer_bytes(self, sequences: int, tokens: int, home: str = "device") -> int:
+        """Return the bytes of one layer's cache of sequences with that many tokens each."""
+        page = page_tokens(self.facts, home, tokens)
+        return sequences * pages_for(tokens, page) * page * self.facts.kv_token
 
     def _event(self, tokens: int, window: int | None) -> Attend:
         facts, on = self.facts, self.machine.compute

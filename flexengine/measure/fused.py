@@ -8,8 +8,8 @@ import torch
 
 from flexengine.errors import OutOfMemory
 from flexengine.measure.attention import AttentionTrial
-from flexengine.measure.model import PassTrial, random_weights
-from flexengine.measure.timing import unnoticed, without_falls
+from flexengine.measure.model import PassTrial, random_weights, working_memory
+from flexengine.measure.timing import room, unnoticed, without_falls
 from flexengine.model.forward import Head, Layer
 from flexengine.plan.hardware import Table
 from flexengine.tier.machine import Machine
@@ -35,8 +35,11 @@ def measure_fused(opened: OpenModel, machine: Machine, bound: int | None = None)
             return measure_fused(opened, machine, n)
     attention = AttentionTrial(facts, machine, opened.dtype)
     for sequences in SEQUENCES if bound and facts.joins else ():
+        if bound * attention.layer_bytes(sequences, PAST + 1) > room(machine, "device"):
+            break
         trial, took = PassTrial(opened.skeleton, machine, sequences, recycles=True), list[float]()
-        with suppress(OutOfMemory), attention.cache(bound, sequences, PAST, 1) as (cache, view):
+        working, cached = working_memory(facts, machine, [sequences]), attention.cache(bound, sequences, PAST, 1)
+        with suppress(OutOfMemory), working, cached as (cache, view):
             end = time.perf_counter() + SECONDS
             while len(took) < WARM + PASSES and (len(took) <= WARM or time.perf_counter() < end):
                 seconds = _pass(trial, bound, cache, view)

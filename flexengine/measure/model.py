@@ -23,7 +23,9 @@ from flexengine.model.sample import Draw, sample
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Table
-from flexengine.plan.sizes import aligned
+from flexengine.plan.sizes import aligned, workspace
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 
@@ -57,8 +59,11 @@ def measure_model(
     with torch.no_grad():
         names = [facts.signature(j) for j in range(len(facts.layers))]
         with unnoticed(machine), random_weights(skeleton, names, held, machine) as bound:
-            tokens = [n for n in among if n <= most_tokens]
-            times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds) if bound else {}
+            tokens = fitting(facts, machine, [n for n in among if n <= most_tokens])
+            with working_memory(facts, machine, tokens):
+                times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds) if bound else {}
+            release(skeleton.model)  # else activations stay beside the memory of what is measured next
+            machine.give_back()
             also(bound)
         layers: dict[str, Table] = {}
         for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
@@ -70,6 +75,36 @@ def measure_model(
             return layers, {}
         with unnoticed(machine):
             return layers, {facts.head_signature: _head(skeleton, held, machine, start, head_seconds)}
+
+
+def fitting(facts: ModelFacts, machine: Machine, numbers: Sequence[int]) -> list[int]:
+    """Return those of `numbers`, tokens of gpu_batches, that can be computed in the device's free memory together."""
+    found, ledger = list[int](), machine.device.ledger
+    for number in numbers:
+        if ledger.capacity is None or _working(facts, [*found, number]) <= ledger.capacity - ledger.used:
+            found.append(number)
+    return found
+
+
+@contextmanager
+def working_memory(facts: ModelFacts, machine: Machine, numbers: Sequence[int]) -> Iterator[None]:
+    """Reserve the device memory of layers' activations while the block computes gpu_batches of `numbers` tokens in
+    turns. Raise OutOfMemory if it is not free."""
+    nbytes, ledger = _working(facts, numbers), machine.device.ledger
+    ledger.reserve(nbytes, WHAT)
+    try:
+        yield
+    finally:
+        ledger.release(nbytes, WHAT)
+
+
+def _working(facts: ModelFacts, numbers: Sequence[int]) -> int:
+    """Return the bytes of a layer's activations with the most tokens, and of what the passes of all hold in turns:
+    embeddings, hidden states, and random outputs of attention."""
+    rows = 2 * facts.hidden + facts.heads * facts.head_dim
+    most = max(numbers, default=0)
+    moment = workspace(facts, Policy(max(1, most), 1, prefill_tokens=max(1, most)), Workload({(max(1, most), 1): 1}))
+    return aligned(moment + sum(numbers) * rows * facts.itemsize) if most else 0
 
 
 def time_layers(

@@ -213,6 +213,7 @@ from transformers.models.opt import modeling_opt
 def rss(key): return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
 base = rss("VmRSS")
 from flexengine import Engine, SamplingParams
+flexengine.engine.planner.MIN_QUICK_SECONDS = 0.0  # the model is measured, too, however fast this machine is
 with Engine(sys.argv[1], device="cpu", device_mem=int(sys.argv[2])) as engine:
     rows = [{"prompt_token_ids": list(range(10, 74))} for _ in range(8)]
     results = engine.generate(rows, SamplingParams(max_tokens=3, ignore_eos=True))
@@ -223,7 +224,8 @@ with Engine(sys.argv[1], device="cpu", device_mem=int(sys.argv[2])) as engine:
 
 
 def test_resident_memory_stays_in_the_budget(tmp_path: Path) -> None:
-    """A model of four times --device-mem is streamed; the process grows by no more than 1.1 x that."""
+    """A model of four times --device-mem is streamed; the process grows by no more than 1.1 x that. Measuring the
+    model before it is part of it."""
     make(OptShape(layers=18, hidden=1024, ffn=4096, heads=16, positions=512), tmp_path)
     size = sum(file.stat().st_size for file in shard_files(tmp_path))
     budget = size // 4

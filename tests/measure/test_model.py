@@ -153,10 +153,13 @@ def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model, "PASSES", 1)
     monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(2))
     monkeypatch.setattr(model, "unnoticed", nullcontext)
+    monkeypatch.setattr(model, "working_memory", lambda *_: nullcontext())
+    monkeypatch.setattr(model, "fitting", lambda facts, machine, numbers: numbers)
+    monkeypatch.setattr(model, "release", lambda _: None)
     monkeypatch.setattr(model, "_head", lambda *args: args[-2])
     facts: Any = SimpleNamespace(layers=[0, 0], signature=lambda j: "a", output=1, head_signature="head")
-    skeleton: Any = None
-    machine: Any = None
+    skeleton: Any = SimpleNamespace(model=None)
+    machine: Any = SimpleNamespace(give_back=lambda: None)
     for seconds, known in ((0.1, [1, 64]), (2.0, [1, 4, 16, 20, 40, 64]), (100.0, sorted(model.TOKENS))):
         monkeypatch.setattr(model, "LAYER_SECONDS", seconds)
         layers, heads = model.measure_model(skeleton, facts, {}, machine)
@@ -182,6 +185,28 @@ def test_no_room_for_a_layer(families: Any, tmp_path: Path) -> None:
         assert layers == {}
         assert len(heads[facts.head_signature]) == len(model.ROWS)
         assert engine.core.machine.device.ledger.peak == 0
+
+
+def test_activations_of_measured_layers_fit(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those numbers of tokens are measured whose activations fit beside the weights; they are reserved."""
+    with Engine(families("llama").directory, policy=Policy(), device="cpu", device_mem=2_400_000) as engine:
+        machine, facts, booked = engine.core.machine, engine.facts, list[int]()
+        ledger = machine.device.ledger
+
+        def spied(*args: Any) -> dict[int, dict[str, float]]:
+            assert args[3] == [64, 1, 256, 16, 8]  # not 512
+            booked.append(ledger.used)
+            return {}
+
+        monkeypatch.setattr(model, "QUICK", ((64, 1, 256, 16, 512, 8), 0.1, 0.01))
+        monkeypatch.setattr(model, "time_layers", spied)
+        monkeypatch.setattr(
+            model, "fitting", lambda *args, real=model.fitting: booked.append(ledger.used) or real(*args)
+        )
+        model.measure_model(engine.core.skeleton, facts, engine.core.opened.held, machine, quick=True)
+        weights, both = booked
+        assert 256 * 4 * facts.width * facts.itemsize < both - weights <= ledger.capacity - weights
+        assert ledger.used == 0
 
 
 def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
