@@ -18,7 +18,7 @@ from flexengine.codec.forms import make_form
 from flexengine.kernels import Kernels
 from flexengine.kernels.base import AttentionOptions, Compute
 from flexengine.measure.links import WHAT, readable, stretches
-from flexengine.measure.timing import beside, fill, room, seconds_per_call, timed, unnoticed
+from flexengine.measure.timing import Borrowed, beside, fill, room, seconds_per_call, timed, unnoticed
 from flexengine.model.linear import Product
 from flexengine.places import HOST, disks_of, lane_of
 from flexengine.plan.hardware import Table
@@ -26,7 +26,6 @@ from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
-from flexengine.worker.regions import Regions
 
 ROWS = (1, 4, 16, 64, 256, 512)  # of activations
 # (rows and columns of a matrix, bytes of all matrices and of a KV pool), for a CPU and a GPU. The bytes exceed the
@@ -86,15 +85,18 @@ def measure_kernels(machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
 def _products(machine: Machine, dtype: torch.dtype) -> dict[str, Table]:
     """Return FLOP/s of products by dtype of the weights; only a CPU multiplies 16-bit weights by fp32 activations."""
     dtypes = NARROW if not machine.gpu and dtype == torch.float32 else (dtype,)
-    tables = {}
-    for held in dtypes:
-        with products(machine, dtype, held) as product:
-            table = []
-            for rows in (*ROWS, 2048) if machine.gpu else ROWS:
-                call, flop = product(rows)
-                table.append((float(rows), flop / seconds_per_call(call, SECONDS, machine)))
-            tables[str(held).removeprefix("torch.")] = tuple(table)
-    return tables
+    numbers = (*ROWS, 2048) if machine.gpu else ROWS
+    return {str(held).removeprefix("torch."): _product_rates(machine, dtype, held, numbers, SECONDS) for held in dtypes}
+
+
+def _product_rates(
+    machine: Machine, dtype: torch.dtype, held: torch.dtype, numbers: Sequence[int], seconds: float, form: str = "",
+    compute: Compute | None = None,
+) -> Table:  # fmt: skip
+    """Return FLOP/s by rows. numbers: of rows. seconds: for each. Other arguments as in `products`."""
+    with products(machine, dtype, held, form, compute) as product:
+        works = [(rows, product(rows)) for rows in numbers]
+        return tuple((float(rows), flop / seconds_per_call(call, seconds, machine)) for rows, (call, flop) in works)
 
 
 @contextmanager
@@ -110,7 +112,7 @@ def products(
     size = width * width * held.itemsize if packed is None else packed.nbytes
     count = max(1, min(working, room(machine, "device")) // size)
     product = Product(dtype, compute)
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         home = regions.take("device", count * size, WHAT, held)
         weights = fill(machine.device.view(home)).view(count, *((width, width) if packed is None else (size,)))
 
@@ -148,7 +150,7 @@ def _decode(
     page = heads * one
     pages = max(1, working // page)
     generator = torch.Generator().manual_seed(0)
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         pool = fill(machine.tier(tier).view(regions.take(tier, pages * page, WHAT, dtype)))
         pool = pool.view(pages, 2, heads, PAGE_TOKENS, HEAD_DIM)
         q = fill(torch.empty(SEQUENCES, group * heads, HEAD_DIM, dtype=dtype, device=pool.device), 1.0)
@@ -233,7 +235,7 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
         * ALIGN
     )
     size = size or ALIGN
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         tier = "host" if staged else "device"
         target = fill(machine.tier(tier).view(regions.take(tier, size, WHAT, torch.bfloat16, reads=True)))
         if lane == "disk_read":
@@ -271,8 +273,4 @@ def quick_products(
     machine: Machine, dtype: torch.dtype, held: torch.dtype, form: str = "", compute: Compute | None = None
 ) -> Table:
     """Return FLOP/s of products by QUICK_ROWS, in a moment for each. Arguments as in `products`."""
-    with products(machine, dtype, held, form, compute) as product:
-        works = [(rows, product(rows)) for rows in QUICK_ROWS]
-        return tuple(
-            (float(rows), flop / seconds_per_call(call, QUICK_SECONDS, machine)) for rows, (call, flop) in works
-        )
+    return _product_rates(machine, dtype, held, QUICK_ROWS, QUICK_SECONDS, form, compute)

@@ -14,7 +14,7 @@ import torch
 from flexengine.activity import tick
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load as load_kernels
-from flexengine.measure.timing import beside, fill, room, timed, unnoticed
+from flexengine.measure.timing import Borrowed, beside, fill, room, timed, unnoticed
 from flexengine.places import DISK, disks_of, place_of
 from flexengine.plan.hardware import Table
 from flexengine.plan.rates import assumed
@@ -22,7 +22,6 @@ from flexengine.system.limits import usable_memory
 from flexengine.tier.base import ALIGN, Region
 from flexengine.tier.machine import Machine
 from flexengine.tier.memory import HUGE, aligned_buffer
-from flexengine.worker.regions import Regions
 
 KIB, MIB = 1 << 10, 1 << 20
 COPIES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)  # bytes of a transfer
@@ -123,7 +122,7 @@ def copies(machine: Machine, seconds: float = COPY_SECONDS) -> dict[str, Table]:
     most = min(COPIED, room(machine, "device", "host"))
     sizes = _sizes(COPIES, most // 2)
     total = max(sizes[-1], most // sizes[-1] * sizes[-1])
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         host, device = (regions.take(tier, total, WHAT, DTYPE) for tier in ("host", "device"))
         fill(machine.host.view(host))
         target = fill(machine.device.view(device))
@@ -163,7 +162,7 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
     sizes = _sizes(SPILLS, min(room(machine, tier), room(machine, place)))
     total = max(sizes[-1], min(SPILLED, room(machine, place)) // sizes[-1] * sizes[-1])
     disk = machine.tier(place)
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         spill = regions.take(place, total, WHAT, DTYPE)
         buffer = machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE))
         fill(buffer)
@@ -191,7 +190,7 @@ def quick_reads(machine: Machine, checkpoint: Sequence[Path]) -> Table:
 
 def _checkpoint_read(machine: Machine, files: Mapping[Path, int], sizes: Sequence[int], seconds: float) -> Table:
     tier = "device" if machine.capacity.shared else "host"
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         sizes = _sizes(sizes, min(room(machine, tier), max(files.values())))
         target = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE, reads=True)))
         streams = {size: stretches(machine, files, size) for size in sizes}
@@ -224,7 +223,7 @@ def readable(machine: Machine, checkpoint: Sequence[Path], quick: bool = False) 
         return
     if machine.no_offload:
         raise InvalidInput(machine.no_offload)
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         regions.take("disk", ALIGN, WHAT)  # makes the offload directory
         handle, name = tempfile.mkstemp(".measuring", "flexengine-", machine.directories[0])
         try:

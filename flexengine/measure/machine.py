@@ -22,7 +22,7 @@ from flexengine.measure.links import WHAT, copies, measure_links, quick_reads
 from flexengine.measure.model import measure_model, random_weights, time_layers
 from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name
 from flexengine.measure.streaming import measure_delegation, measure_streaming
-from flexengine.measure.timing import MAX_CALLS, fill, measuring, noticing, room, seconds_per_call, unnoticed
+from flexengine.measure.timing import MAX_CALLS, Borrowed, fill, measuring, noticing, room, seconds_per_call, unnoticed
 from flexengine.model.build import build
 from flexengine.model.tokenizer import Stops
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -42,7 +42,6 @@ from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, packed
 from flexengine.worker.open_model import OpenModel
-from flexengine.worker.regions import Regions
 
 SECONDS = 0.15  # for each figure
 LAYERS, BATCHES = 16, 4  # of an empty program
@@ -155,7 +154,7 @@ def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
 
 def _copied(machine: Machine) -> float:
     """Return the bytes per second that a copy within the device reads and writes; its memory is free again."""
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
         source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
         return 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)

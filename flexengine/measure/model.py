@@ -16,7 +16,7 @@ from torch import Tensor
 from flexengine.activity import tick
 from flexengine.config import SamplingParams
 from flexengine.measure.links import WHAT
-from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed, without_falls
+from flexengine.measure.timing import Borrowed, fill, room, seconds_per_call, unnoticed, without_falls
 from flexengine.model.forward import Attend, Forward, Inputs, Layer, Pause, Rows
 from flexengine.model.native.layer import release
 from flexengine.model.sample import Draw, sample
@@ -27,7 +27,6 @@ from flexengine.plan.sizes import aligned, workspace
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.tier.machine import Machine
-from flexengine.worker.regions import Regions
 
 # Tokens of a gpu_batch, the most important ones first. Seconds are interpolated between them. The first NEEDED are
 # always measured, the others if there is time. torch's products are up to a third faster if the number of tokens is a
@@ -63,7 +62,6 @@ def measure_model(
             with working_memory(facts, machine, tokens):
                 times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds) if bound else {}
             release(skeleton.model)  # else activations stay beside the memory of what is measured next
-            machine.give_back()
             also(bound)
         layers: dict[str, Table] = {}
         for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
@@ -90,12 +88,9 @@ def fitting(facts: ModelFacts, machine: Machine, numbers: Sequence[int]) -> list
 def working_memory(facts: ModelFacts, machine: Machine, numbers: Sequence[int]) -> Iterator[None]:
     """Reserve the device memory of layers' activations while the block computes gpu_batches of `numbers` tokens in
     turns. Raise OutOfMemory if it is not free."""
-    nbytes, ledger = _working(facts, numbers), machine.device.ledger
-    ledger.reserve(nbytes, WHAT)
-    try:
+    with Borrowed(machine) as regions:
+        regions.keep_room("device", _working(facts, numbers), WHAT)
         yield
-    finally:
-        ledger.release(nbytes, WHAT)
 
 
 def _working(facts: ModelFacts, numbers: Sequence[int]) -> int:
@@ -231,7 +226,7 @@ def random_weights(
     """
     slots = [slot for group in (*skeleton.layers, skeleton.others) for slot in group.values()]
     before = [(slot.holder, slot.name, slot.holder[slot.name]) for slot in slots]
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         try:
             for buffers in (module._buffers for module in skeleton.model.modules()):
                 for key, buffer in buffers.items():
@@ -246,7 +241,7 @@ def random_weights(
 
 
 def _give(
-    skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, regions: Regions
+    skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, regions: Borrowed
 ) -> int:
     def shape(name: str, slot: ParamRef) -> tuple[int, ...]:
         """Return the shape of a parameter's tensor, which holds bytes if the parameter is encoded."""
@@ -295,7 +290,7 @@ def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine,
     row = width * dtype.itemsize if form is None else -(-form.nbytes // vocabulary)
     rows = min(vocabulary, max(1, room(machine, "device") // row))
     form = form.with_rows(rows) if form is not None else None
-    with Regions(machine) as regions:
+    with Borrowed(machine) as regions:
         shape = (rows, width) if form is None else (form.nbytes,)
         home = regions.take("device", prod(shape) * dtype.itemsize, WHAT, dtype)
         weight = fill(machine.device.view(home)).view(shape)

@@ -18,7 +18,7 @@ from flexengine.errors import OutOfMemory
 from flexengine.kernels.base import AttentionOptions
 from flexengine.measure.links import WHAT
 from flexengine.measure.model import PassTrial, random_weights
-from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
+from flexengine.measure.timing import Borrowed, fill, measuring, seconds_per_call, unnoticed
 from flexengine.plan.hardware import MOST_SLOWED, Table, at
 from flexengine.plan.layout import lay_out_weights
 from flexengine.plan.sizes import PAGE_TOKENS
@@ -186,7 +186,7 @@ def measure_delegation(opened: OpenModel, machine: Machine) -> float | None:
             return None
         depth = min(bound, MAX_LAYERS)
         try:
-            with Regions(machine) as regions:
+            with Borrowed(machine) as regions:
                 cells = [_Cell(opened, machine, regions, depth) for _ in range(BOTH)]
                 run = Executor(lambda task: cells[task.cell.batch].perform(task), machine.lanes)
                 with causes_raised(), run as executor:

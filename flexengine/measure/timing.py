@@ -17,6 +17,7 @@ from flexengine.activity import RunningActivity, activity, message, tick
 from flexengine.runtime.lane import Done, new_lane
 from flexengine.system.limits import usable_memory
 from flexengine.tier.machine import Machine
+from flexengine.worker.regions import Regions
 
 MIN_CALLS = 3  # minimum number of timed calls, if the budget allows
 MAX_CALLS = 1000  # maximum number of timed calls
@@ -116,6 +117,15 @@ def room(machine: Machine, *tiers: str) -> int:
         sizes = sizes[1:] or sizes
     shared = machine.capacity.shared and {"device", "host"} <= set(tiers)
     return min(sizes) // (2 if shared else 1)
+
+
+class Borrowed(Regions):
+    """Memory of a measurement. First the system gets what earlier measurements freed, which malloc would hold beside
+    it."""
+
+    def __init__(self, machine: Machine) -> None:
+        machine.give_back()
+        super().__init__(machine)
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model, "_head", lambda *args: args[-2])
     facts: Any = SimpleNamespace(layers=[0, 0], signature=lambda j: "a", output=1, head_signature="head")
     skeleton: Any = SimpleNamespace(model=None)
-    machine: Any = SimpleNamespace(give_back=lambda: None)
+    machine: Any = None
     for seconds, known in ((0.1, [1, 64]), (2.0, [1, 4, 16, 20, 40, 64]), (100.0, sorted(model.TOKENS))):
         monkeypatch.setattr(model, "LAYER_SECONDS", seconds)
         layers, heads = model.measure_model(skeleton, facts, {}, machine)
