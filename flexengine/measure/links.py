@@ -31,7 +31,7 @@ COPIED = 128 * MIB  # bytes of each memory, more than the caches hold
 SPILLED = 256 * MIB  # maximum bytes in the offload directory
 MIN_CHECKPOINT_BYTES = 256 * MIB  # bytes; a smaller checkpoint is not representative, so a file is written instead
 WRITTEN = 128 * MIB  # bytes of this file
-TOUCHED, PAGE = 640 * MIB, 4096  # bytes of fresh memory for page faults; bytes of a page
+TOUCHED, PAGE = 1024 * MIB, 4096  # bytes of fresh memory for page faults; bytes of a page
 WIDTH = 512  # rows and columns of products that keep the CPU busy
 QUICK_READS, QUICK_SECONDS = (256 * KIB, 4 * MIB), 0.12  # of `quick_reads`
 COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
@@ -56,7 +56,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str
     """
     load_kernels()  # else building them would count as a slow transfer
     with unnoticed(machine):
-        touch, busy = _touch(room(machine, "device", "host"))
+        faults = _touch(room(machine, "device", "host"))
         links = copies(machine)
         for place in disks_of(machine.tiers):
             usable = not (place == DISK and machine.no_offload)
@@ -66,7 +66,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str
                 links |= {lane: assumed(machine.kind, machine.capacity).links[lane] for lane in DISK.lanes}
         with readable(machine, checkpoint) as files:
             reads = _checkpoint_read(machine, files, READS, READ_SECONDS)
-        return dict(links=links, checkpoint_read=reads, touch=touch, touch_busy=busy)
+        return dict(links=links, checkpoint_read=reads, **faults)
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
@@ -96,24 +96,35 @@ def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], objec
     return tuple((float(size), size * calls[size] / spent[size]) for size in chosen)
 
 
-def _touch(most: int) -> tuple[float, float]:
-    """Return the bytes per second of RAM that is written for the first time, alone and while the CPU computes: the rate
-    of page faults in a fresh mapping of at most `most` bytes. The first two fifths are left out: they use recently
-    freed pages, which the kernel of a virtual machine provides ten times faster."""
-    fresh = aligned_buffer(max(HUGE, min(TOUCHED, most, usable_memory() // 8)))
-    fifth = len(fresh) // 5
-    fresh[: 2 * fifth : PAGE] = 1
-    tick()
-    alone = _faults(fresh[2 * fifth : 4 * fifth])
-    tick()
+def _touch(most: int) -> dict[str, float]:
+    """Return the fields of `Hardware` about first writes to RAM, in a fresh mapping of at most `most` bytes.
+
+    The mapping's first two fifths are left out: they use RAM that was freed lately, which the host of a virtual machine
+    need not provide anew. Then the mapping is freed, so that another one of this size uses such RAM only.
+    """
+    size = max(HUGE, min(TOUCHED, most, usable_memory() // 8))
+    fresh = aligned_buffer(size)
+    fresh[: 2 * size // 5 : PAGE] = 1
+    touch, busy = _faults(fresh[2 * size // 5 : 4 * size // 5]), _faults_beside(fresh[4 * size // 5 :])
+    del fresh
+    fresh = aligned_buffer(size)
+    freed, freed_busy = _faults(fresh[: size // 2]), _faults_beside(fresh[size // 2 :])
+    return dict(
+        touch=touch, touch_busy=busy, freed=size, touch_freed=max(touch, freed), touch_freed_busy=max(busy, freed_busy)
+    )
+
+
+def _faults_beside(fresh: torch.Tensor) -> float:
+    """Return the same rate as `_faults` while the CPU computes."""
     factor = torch.ones(WIDTH, WIDTH)
-    _, busy = beside(lambda _: torch.mm(factor, factor), "computing", lambda: _faults(fresh[4 * fifth :]))
-    return alone, busy
+    return beside(lambda _: torch.mm(factor, factor), "computing", lambda: _faults(fresh))[1]
 
 
 def _faults(fresh: torch.Tensor) -> float:
+    """Return the bytes per second of page faults in memory that nothing was written to."""
     began = time.perf_counter()
     fresh[::PAGE] = 1
+    tick()
     return len(fresh) / (time.perf_counter() - began)
 
 

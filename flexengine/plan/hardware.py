@@ -213,6 +213,8 @@ class Hardware:
             attention itself; `task_seconds` if not measured.
         touch, touch_busy: bytes per second of first writes to RAM (page faults), alone and while the processor
             computes; 0 if not known.
+        freed, touch_freed, touch_freed_busy: bytes of RAM that programs freed lately, which a process gets first, and
+            the same rates there. The host of a virtual machine may need ten times longer for other RAM.
         measured: False for rates that were not measured, or only some of them, briefly.
         assumed: True if rates that were not measured are round numbers of no machine (`plan.rates.assumed`). The
             planner then puts no KV cache on a disk while memory can hold it, and delegates no attention.
@@ -254,6 +256,9 @@ class Hardware:
     delegation: Mapping[str, IfKnown] = field(default_factory=dict)
     touch: IfKnown = 0.0
     touch_busy: IfKnown = 0.0
+    freed: IfKnown = 0.0
+    touch_freed: IfKnown = 0.0
+    touch_freed_busy: IfKnown = 0.0
     measured: bool = False
     assumed: bool = False
     more_disks: Annotated[tuple[_Bytes, ...], Limit(0, MOST_DISKS - 1), _at_most(MOST_DISKS - 1)] = ()

@@ -34,6 +34,15 @@ def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, 
     tiers = RESIDENT if hardware.shared or hardware.kind == "sim" else (HOST,)
     booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
     cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
-    rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, hardware.touch
-    busy = hardware.touch_busy if not hardware.gpu else 0.0  # a GPU computes without the processor
-    return (cache / (busy or rate), rest / rate) if rate else (0.0, 0.0)
+    rest = sum(n for _, n in booked) - cache - (1 - missing) * weights
+    busy = not hardware.gpu  # a GPU computes without the processor
+    return fault_seconds(hardware, rest, cache, busy), fault_seconds(hardware, 0.0, rest)
+
+
+def fault_seconds(hardware: Hardware, before: float, nbytes: float, busy: bool = False) -> float:
+    """Return the seconds of first writes to `nbytes` of RAM, after the process has written to `before` bytes: RAM that
+    was freed lately comes first. busy: whether the processor computes at the same time."""
+    rates = (hardware.touch_freed, hardware.touch), (hardware.touch_freed_busy, hardware.touch_busy)
+    freed, other = (y if busy and y else x for x, y in zip(*rates, strict=True))
+    quick = min(nbytes, max(0.0, hardware.freed - before)) if freed else 0.0
+    return (quick / freed if quick else 0.0) + ((nbytes - quick) / other if other else 0.0)

@@ -21,7 +21,7 @@ from flexengine.places import TIERS, further_disks
 from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Capacity, Hardware, at
 from flexengine.plan.layout import Layout
-from flexengine.plan.loading import LOAD_BYTES, RESIDENT, write_seconds
+from flexengine.plan.loading import LOAD_BYTES, RESIDENT, fault_seconds, write_seconds
 from flexengine.plan.profile import Profile
 from flexengine.plan.sizes import DELEGATION, Array
 from flexengine.plan.terms import CACHE, HIDDEN, KINDS, WEIGHTS, fraction, kind_of
@@ -225,7 +225,7 @@ def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Affine]:
         nbytes: number of bytes of all weights.
     """
     read = nbytes / at(hardware.checkpoint_read, LOAD_BYTES)
-    faults = nbytes / hardware.touch if hardware.touch else 0.0
+    faults = fault_seconds(hardware, 0.0, nbytes)
     lane = "touch" if hardware.gpu else "device"
     seconds = {place: 0.0 if hardware.gpu and place == "device" else faults for place in RESIDENT}
     reads = dict.fromkeys(RESIDENT, read)

@@ -112,11 +112,13 @@ def test_what_hardly_overlaps_says_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_new_ram_is_written_to_alone_and_beside_products() -> None:
-    """Both rates are those of pages, and nothing computes afterwards."""
+    """All rates are those of pages, RAM that was freed is not slower, and nothing computes afterwards."""
     before = set(threading.enumerate())
-    alone, busy = links._touch(64 << 20)
-    assert 1e6 < busy < 1e12
-    assert 1e6 < alone < 1e12
+    found = links._touch(64 << 20)
+    assert found.pop("freed") == 64 << 20
+    assert all(1e6 < rate < 1e12 for rate in found.values())
+    assert found["touch_freed"] >= found["touch"]
+    assert found["touch_freed_busy"] >= found["touch_busy"]
     assert set(threading.enumerate()) <= before
 
 

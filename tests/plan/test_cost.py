@@ -12,7 +12,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.loading import LOAD_BYTES
+from flexengine.plan.loading import LOAD_BYTES, fault_seconds
 from flexengine.plan.problem import phases as phases_of
 from flexengine.plan.rates import Attention, Curve, Rates, knows_fused
 from flexengine.plan.terms import embedding
@@ -129,6 +129,16 @@ def test_ram_is_paid_for_when_it_is_first_written_to() -> None:
     assert soon == pytest.approx(before.load_seconds, abs=1e-6)
     gpu = Cost(model, replace(FLAT, kind="cuda", touch=1e6, touch_busy=1.0), work).predict(layout)
     assert gpu.seconds - before.seconds == pytest.approx(layout.account["host"]["KV cache"] / 1e6)
+
+
+@pytest.mark.parametrize(("before", "nbytes", "busy", "seconds"), [
+    (0, 60, False, 60 / 10), (0, 160, False, 100 / 10 + 60 / 2), (70, 60, False, 30 / 10 + 30 / 2),
+    (170, 60, False, 60 / 2), (0, 160, True, 100 / 5 + 60 / 1), (0, 0, False, 0),
+])  # fmt: skip
+def test_ram_that_was_freed_lately_comes_first(before: float, nbytes: float, busy: bool, seconds: float) -> None:
+    hardware = replace(FLAT, touch=2.0, touch_busy=1.0, freed=100.0, touch_freed=10.0, touch_freed_busy=5.0)
+    assert fault_seconds(hardware, before, nbytes, busy) == pytest.approx(seconds)
+    assert fault_seconds(FLAT, before, nbytes, busy) == 0
 
 
 def test_a_resident_job_is_the_sum_of_its_layers() -> None:

@@ -374,6 +374,7 @@ def hardware_text(hardware: Hardware) -> str:
         slowed = ", ".join(f"by {percent(x)} of {lane_name(other, shared)}" for other, x in others.items() if x)
         rows += [(f"{lane_name(lane, shared)} slowed", slowed)] if slowed else []
     rows += [("new RAM", f"{size(hardware.touch)}/s")] if hardware.touch else []
+    rows += [("RAM freed lately", f"{size(hardware.touch_freed)}/s")] if hardware.touch_freed else []
     layers, heads = count(len(hardware.layers), "layer", "layers"), count(len(hardware.heads), "head", "heads")
     rows.append(("measured for models", f"{layers}, {heads}"))
     return "\n".join([machine(hardware), *(f"  {name:<22}{text}" for name, text in rows)])
