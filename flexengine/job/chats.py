@@ -16,6 +16,8 @@ _ALLOWED = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
 _OTHER_NAMES = {"human": "user", "prompter": "user", "developer": "system"}
 _OTHER_NAMES |= dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "chatbot", "model", "llm"), "assistant")
 _OTHER_FIELDS = {"role": ("from", "speaker", "author"), "content": ("value", "text")}
+_TEXT_REMEDY = "to run a text, give --template '{messages}' (template='{messages}' of run_job in Python)"
+_TEXTS_REMEDY = "to run texts, give each its own row, as prompt"
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
@@ -39,6 +41,19 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
         lack = blankness(messages[0]["content"])
         raise InvalidInput(f"no message has visible text (messages[0].content is {lack}); give one")
     return messages
+
+
+def row_messages(given: Any) -> list[dict[str, Any]]:
+    """Return `messages_of` a row's field. The error of texts names what runs them; batches of OpenAI have no options
+    for it."""
+    try:
+        return messages_of(given)
+    except InvalidInput as error:
+        texts = given if isinstance(given, list | tuple) else [given]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise
+        remedy = _TEXT_REMEDY if texts[0] is given else _TEXTS_REMEDY
+        raise InvalidInput(f"{error}; {remedy}, with --chat (engine.chat in Python) for a user's message") from None
 
 
 def unnamed_roles(messages: list[dict[str, Any]], templates: Any) -> dict[str, int]:

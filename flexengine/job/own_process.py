@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import IO
 
+_MAX_ERROR = 1000
+
 
 def started(
     module: str, *words: str, stdin: int | IO[bytes], stderr: int | IO[bytes], **environment: str
@@ -26,6 +28,12 @@ def started(
         stderr=stderr,
         start_new_session=True,
     )
+
+
+def last_line(errors: IO[bytes]) -> str:
+    """Return the last line that a process wrote to its stderr, of at most _MAX_ERROR bytes; "" for none."""
+    errors.seek(0)
+    return errors.read()[-_MAX_ERROR:].decode("utf-8", "replace").strip().rpartition("\n")[2]
 
 
 def set_limit(limit: int, most: int) -> None:

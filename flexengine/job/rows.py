@@ -255,9 +255,9 @@ def _chat_ids(
 ) -> tuple[int, ...]:
     """Return the token ids of messages, with the request's tools. kind: field that the messages are from. options, now:
     as for `job.chats.chat_token_ids`."""
-    from flexengine.job.chats import chat_token_ids, messages_of, tools_of  # jobs without chats do without
+    from flexengine.job.chats import chat_token_ids, row_messages, tools_of  # jobs without chats do without
 
-    messages, tools = messages_of(given), tools_of(request)
+    messages, tools = row_messages(given), tools_of(request)
     try:
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
     except RecursionError as error:

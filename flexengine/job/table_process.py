@@ -10,19 +10,20 @@ import os
 import pickle
 import resource
 import struct
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
+from tempfile import TemporaryFile
 from typing import Any, cast
 
+from flexengine.errors import FlexError
 from flexengine.job import read_json
 from flexengine.job.arrow_rows import TableRow, first_line, record_of, records_of
 from flexengine.job.arrow_sizes import parts
 from flexengine.job.inputs import InputFile
-from flexengine.job.own_process import set_limit, started
+from flexengine.job.own_process import last_line, set_limit, started
 from flexengine.job.pandas_index import range_column
 
 LEAST_BYTES, READ_BYTES = 2**26, 2**29  # least and most memory of the process, beside that of its libraries
@@ -45,7 +46,8 @@ def most_bytes(memory: int | None) -> int:
 
 def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]:
     """Yield the names of the columns of a Parquet or Arrow file and its `RangeColumn`, then its rows. Raise ValueError
-    if it is damaged. `source.taken` becomes the memory of the other process, and of its messages in this one."""
+    if it is damaged, and FlexError if an error of Python ends the other process. `source.taken` becomes the memory of
+    that process, and of its messages in this one."""
     named, line, refused, most = False, 1, 0, most_bytes(source.memory)
     unread = "takes too much memory or time to be read (docs/jobs.md has the limits); write the file with smaller"
     unit, total, done, size, ends = 0, -1, 0, ROWS[0], 0  # total: -1 is not known. ends: since the last finished unit
@@ -53,7 +55,8 @@ def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]
     while ends < MOST_ENDS:
         request = pickle.dumps((source.form, texts, unit, done, size, line)).hex()
         with open(source.file, "rb") as file:
-            process = started(__name__, str(most), request, stdin=file, stderr=subprocess.DEVNULL, **_ENVIRONMENT)
+            errors = TemporaryFile()  # noqa: SIM115 - while the process runs
+            process = started(__name__, str(most), request, stdin=file, stderr=errors, **_ENVIRONMENT)
         assert process.stdout is not None
         try:
             while True:
@@ -74,13 +77,17 @@ def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]
                     done, line = done + len(value), line + len(value)
                     yield from value
         except (EOFError, pickle.UnpicklingError):  # it has ended
-            code = process.wait()
+            code, reason = process.wait(), last_line(errors)
             own, ends = LIBRARIES + most, ends + 1
+            if code > 0 and reason and "MemoryError" not in reason:  # neither a limit nor damage ends it so
+                ended = f"the process that reads it ended with exit status {code}: {reason}"
+                raise FlexError(f"input {source.name} cannot be read: {ended}") from None
         finally:
             source.taken = max(source.taken, own + COPIES * part)
             process.kill()
             process.wait()
             process.stdout.close()
+            errors.close()
         if total < 0:
             raise ValueError(f"it {unread} parts (exit status {code})")
         if size > ROWS[-1]:

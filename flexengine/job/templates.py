@@ -21,7 +21,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.job.own_process import set_limit, started
+from flexengine.job.own_process import last_line, set_limit, started
 
 CPU_SECONDS = 3.0  # most time of the processor for one conversation; usual templates take under a millisecond
 SPARE_BYTES, SPARE_PER_BYTE = 64 << 20, 16  # most memory for one conversation, and more for each byte of it
@@ -136,8 +136,7 @@ class _Renderer:
                 self._end()
                 raise
             code = self._end()
-            self._errors.seek(0)
-            line = self._errors.read()[-_MAX_ERROR:].decode("utf-8", "replace").strip().rpartition("\n")[2]
+            line = last_line(self._errors)
             fault = f"TemplateFault: the process that renders chat templates ended with exit status {code}: {line}"
             if code > 0 and not self._answered:
                 self._fault = fault

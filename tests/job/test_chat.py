@@ -322,3 +322,18 @@ def test_half_a_surrogate_pair_and_depth_anywhere_are_errors():
 def test_a_template_without_tool_calls_is_an_error_of_its_row():
     strict = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
     assert "messages cannot be tokenised: UndefinedError" in error_of({"messages": CHAT}, strict)
+
+
+def test_texts_instead_of_messages_name_what_runs_them():
+    fault = error_of({"messages": "Hello"})
+    assert "messages is 'Hello'; it must be an array of messages that is not empty, such as" in fault
+    option = "--template '{messages}' (template='{messages}' of run_job in Python), with --chat (engine.chat in Python)"
+    assert fault.endswith(f"; to run a text, give {option} for a user's message")
+    fault = error_of({"messages": ["Hello", "you"]})
+    assert "messages[0] is 'Hello'; it must be an object with role and content; to run texts, give each" in fault
+    assert fault.endswith("its own row, as prompt, with --chat (engine.chat in Python) for a user's message")
+    for messages in ([], {"role": "user"}, ["Hello", 5], [{"role": "user", "content": ""}]):
+        assert "--chat" not in error_of({"messages": messages})
+    with pytest.raises(InvalidInput, match="an array of messages") as caught:
+        request_of(batch_fields(OPENAI_CHAT, messages="Hello"))
+    assert "--chat" not in str(caught.value)

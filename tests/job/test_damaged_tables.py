@@ -1,11 +1,11 @@
 """Damaged Parquet and Arrow files are refused; no row is lost or invented."""
 
 import random
+import subprocess
 
 import pytest
 
-from flexengine.errors import InvalidInput
-from flexengine.job import table_process
+from flexengine.errors import FlexError, InvalidInput
 from flexengine.job.inputs import InputRows
 from tests.helpers.inputs import arrow_file, written
 from tests.job.test_tables import here_replies, repeated_text
@@ -113,9 +113,37 @@ def test_rows_that_are_only_claimed_are_not_made(tmp_path):
         list(InputRows(path))
 
 
-def test_a_process_that_ends_at_once_is_a_damaged_file(tmp_path, monkeypatch):
-    path = written(tmp_path, b"PAR1", "t.parquet")
-    pytest.importorskip("pyarrow")
-    monkeypatch.setattr(table_process, "__name__", "flexengine.job.no_such_module")
-    with pytest.raises(InvalidInput, match=r"cannot be read as \.parquet: it takes too much .* \(exit status 1\)"):
+@pytest.mark.parametrize(("program", "said"), [
+    ("import flexengine.job.none", "cannot be read: the process that reads it ended with exit status 1: Module"),
+    ("raise MemoryError('odd')", r"cannot be read as \.parquet: it takes too much memory .*\(exit status 1\)$"),
+    ("exit(5)", r"cannot be read as \.parquet: it takes too much memory .*\(exit status 5\)$"),
+])  # fmt: skip
+def test_a_process_that_ends_at_once(tmp_path, monkeypatch, program, said):
+    path = arrow_file(tmp_path / "t.parquet", pytest.importorskip("pyarrow").table({"prompt": ["a"]}))
+    instead_of_reading(monkeypatch, program)
+    with pytest.raises(FlexError, match=rf"^input .*t\.parquet {said}"):
         InputRows(path)
+
+
+def test_an_error_of_the_process_is_no_damage(tmp_path, monkeypatch):
+    """It ends the process that continues after one that a limit ended."""
+    path = arrow_file(tmp_path / "t.parquet", pytest.importorskip("pyarrow").table({"prompt": ["a"] * 300}))
+    program = (
+        "import os, pickle, sys\nfrom flexengine.job import table_process as p\nplain = p.replies\n"
+        "if pickle.loads(bytes.fromhex(sys.argv[2]))[3]: raise RuntimeError('odd')\n"
+        "def replies(*args):\n"
+        "    for reply in plain(*args):\n"
+        "        if reply[0] == 'rows' and reply[1][0].line > 256: os.abort()\n"
+        "        yield reply\n"
+        "p.replies = replies\np._serve(*sys.argv[1:])"
+    )
+    instead_of_reading(monkeypatch, program)
+    rows = InputRows(path)
+    with pytest.raises(FlexError, match=r"t\.parquet cannot be read: .* ended with exit status 1: RuntimeError: odd$"):
+        list(rows)
+
+
+def instead_of_reading(monkeypatch, program):
+    plain = subprocess.Popen
+    changed = lambda words, **given: plain([words[0], "-c", program, *words[4:]], **given)  # noqa: E731
+    monkeypatch.setattr(subprocess, "Popen", changed)

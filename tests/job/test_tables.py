@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import resource
+import subprocess
 import sys
 import tracemalloc
 
@@ -403,8 +404,8 @@ def test_reading_continues_at_the_first_row_that_was_not_sent(tmp_path, monkeypa
     def started(module, most, request, **options):
         sizes.append(pickle.loads(bytes.fromhex(request))[2:5])
         with monkeypatch.context() as patch:
-            popen = table_process.subprocess.Popen
-            patch.setattr(table_process.subprocess, "Popen", lambda a, **o: popen([*a[:2], "-c", program, *a[4:]], **o))
+            popen = subprocess.Popen
+            patch.setattr(subprocess, "Popen", lambda a, **o: popen([*a[:2], "-c", program, *a[4:]], **o))
             return plain(module, most, request, **options)
 
     monkeypatch.setattr(table_process, "started", started)
