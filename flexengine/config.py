@@ -19,11 +19,8 @@ _LARGEST_SIZE = 2**60  # bytes; more than any machine has
 
 
 def parse_size(text: str | int, option: str) -> int:
-    """Return the bytes of a size such as 800M, 1.5GB, 16GiB or 123456.
-
-    Raises:
-        InvalidInput: the text is no positive size; the message names the option.
-    """
+    """Return the bytes of a size such as 800M, 1.5GB, 16GiB or 123456. Raise InvalidInput if the text is no positive
+    size; the message names the option."""
     text = as_whole(text)
     if isinstance(text, int) and not isinstance(text, bool):
         size: float = text
@@ -287,11 +284,8 @@ class Result:
 
 
 def cache_root() -> Path:
-    """Return $FLEXENGINE_CACHE, or ~/.cache/flexengine. The directory is not created.
-
-    Raises:
-        InvalidInput: the home directory is unknown.
-    """
+    """Return $FLEXENGINE_CACHE, or ~/.cache/flexengine. The directory is not created. Raise InvalidInput if the home
+    directory is unknown."""
     text = os.environ.get("FLEXENGINE_CACHE") or "~/.cache/flexengine"
     try:
         return Path(text).expanduser()

@@ -145,12 +145,8 @@ class StageFailed(FlexError):
 
 
 class WorkerLost(FlexError):
-    """An attention worker has died, hangs, or could not answer. A job continues with a new worker.
-
-    Attributes:
-        place: name of its place.
-        why: what was noticed.
-    """
+    """An attention worker has died, hangs, or could not answer. A job continues with a new worker. place: name of its
+    place. why: what was noticed."""
 
     def __init__(self, place: str, name: str, why: str) -> None:
         super().__init__(f"attention worker {name} is lost: {why}")
@@ -315,11 +311,7 @@ def alike(word: str, known: Sequence[str], cutoff: float = 0.6) -> list[str]:
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """Return why `json.loads` refused a text.
-
-    Args:
-        error: the error of `json.loads`.
-    """
+    """Return why `json.loads` refused a text. error: the error of `json.loads`."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if "integer string conversion" in str(error):  # Python's own message advises to change an interpreter setting

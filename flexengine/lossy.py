@@ -187,14 +187,7 @@ QUALITY = {
 
 def choices(allowed: Iterable[str]) -> tuple[Lossy, ...]:
     """Return every combination of the allowed switches, exact first, then by number of switches. Combinations that
-    `Lossy` refuses are left out.
-
-    Args:
-        allowed: names in ALLOW.
-
-    Raises:
-        InvalidInput: a name is not in ALLOW.
-    """
+    `Lossy` refuses are left out. Raise InvalidInput if a name is not in ALLOW. allowed: names in ALLOW."""
     values: dict[str, list[Any]] = {name: [None] for name in SWITCHES}
     names = list(allowed)
     if unknown := [name for name in names if name not in ALLOW]:

@@ -45,24 +45,14 @@ class Lane(str):
 
 
 class Place(str):
-    """A place.
+    """A place."""
 
-    Attributes:
-        disk: whether it is a disk.
-        worker: whether it is an attention worker.
-        filed: whether it is an attention worker that holds pages in a file, beside others in memory.
-        staged: whether data between it and a GPU passes through host staging.
-        lanes: lanes that read and write a disk, or pages of an attention worker; () for other places.
-        links: lanes of its data from host staging to the device, and back. All share the links h2d and d2h.
-        attention: lanes of questions to an attention worker, of its attention, and of its answers; () for others.
-    """
-
-    disk: bool
-    worker: bool
-    filed: bool
-    lanes: tuple[Lane, ...]
-    links: tuple[Lane, ...]
-    attention: tuple[Lane, ...]
+    disk: bool  # whether it is a disk
+    worker: bool  # whether it is an attention worker
+    filed: bool  # whether it is an attention worker that holds pages in a file, beside others in memory
+    lanes: tuple[Lane, ...]  # that read and write a disk, or pages of an attention worker; () for other places
+    links: tuple[Lane, ...]  # of data from host staging to the device, and back; all share the links h2d and d2h
+    attention: tuple[Lane, ...]  # of questions to an attention worker, its attention, and its answers; () for others
 
     def __new__(cls, name: str, disk: bool = False, worker: bool = False, filed: bool = False) -> "Place":
         place = super().__new__(cls, name)
@@ -80,6 +70,7 @@ class Place(str):
 
     @property
     def staged(self) -> bool:
+        """Whether data between it and a GPU passes through host staging."""
         return self.disk or self.worker
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
@@ -113,12 +104,8 @@ def place_names(disks: int = 1) -> tuple[Place, ...]:
 
 
 def worker_names(count: int, filed: int = 0) -> tuple[Place, ...]:
-    """Return the places of a number of attention workers.
-
-    Args:
-        count: number of all workers.
-        filed: how many of them, the last ones, hold pages in a file.
-    """
+    """Return the places of a number of attention workers. count: number of all workers. filed: how many of them, the
+    last ones, hold pages in a file."""
     return _WORKERS[: count - filed] + _FILED[:filed]
 
 

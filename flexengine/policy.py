@@ -23,11 +23,8 @@ PLACES = (*place_names(MOST_DISKS), WORKERS)  # places that a split may name
 
 def _split(name: str, value: Sequence[float] | Mapping[str, float]) -> Split:
     """Return the fractions without zeros of further places at the end, so that equal splits compare equal. Raise
-    InvalidInput if they are no fractions that sum to 1.
-
-    Args:
-        value: fractions in the order of places, or by name of the place.
-    """
+    InvalidInput if they are no fractions that sum to 1. value: fractions in the order of places, or by name of the
+    place."""
     if isinstance(value, Mapping):
         if unknown := [place for place in value if place not in PLACES]:
             raise InvalidInput(f"{name} has a share on {shown(unknown[0])}; it may have shares on"
@@ -189,11 +186,7 @@ class Policy:
 
     def team(self, home: str, places: Iterable[str]) -> tuple[str, ...]:
         """Return the attention workers that share the KV cache of a place: one, or all. () if the place is no worker.
-
-        Args:
-            home: place of the KV cache.
-            places: places of the machine.
-        """
+        home: place of the KV cache. places: places of the machine."""
         if not place_of(home).worker:
             return ()
         return (home,) if self.partition == REQUESTS else workers_in_memory(places)

@@ -48,23 +48,15 @@ class Limit(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """The values that an annotation allows.
+    """The values that an annotation allows."""
 
-    Attributes:
-        kinds: types, without None; tuple stands for a list, Mapping for an object.
-        optional: whether None is allowed.
-        item: of lists and objects, what their items may be.
-        own: a function that checks the value instead.
-        text: the allowed values in words.
-    """
-
-    kinds: tuple[Any, ...]
-    optional: bool
-    item: "Allowed | None"
-    own: Callable[[str, Any], Any] | None
+    kinds: tuple[Any, ...]  # types, without None; tuple stands for a list, Mapping for an object
+    optional: bool  # whether None is allowed
+    item: "Allowed | None"  # of lists and objects, what their items may be
+    own: Callable[[str, Any], Any] | None  # checks the value instead
     limit: Limit
     names: Collection[str] | None
-    text: str
+    text: str  # the allowed values in words
 
 
 def allowed(kind: Any, notes: Sequence[Any] = ()) -> Allowed:
@@ -186,14 +178,8 @@ def check_argument(name: str, value: object, kind: Any) -> Any:
 
 def check(record: Any, prefix: str = "") -> None:
     """Check all fields of a new dataclass, and bring their values into the form of their types (see `checked`).
-    Defaults are taken as they are.
-
-    Args:
-        prefix: text before the names of fields in messages, such as "policy ".
-
-    Raises:
-        InvalidInput: a value is not allowed; the message names the field, its value and what is allowed.
-    """
+    Defaults are taken as they are. Raise InvalidInput if a value is not allowed; the message names the field, its value
+    and what is allowed. prefix: text before the names of fields in messages, such as "policy "."""
     for name, rule, default in _rules(cast(Any, type(record))):
         value = getattr(record, name)
         if value is not default:
@@ -211,14 +197,9 @@ def _rules(kind: Any) -> list[tuple[str, Allowed, Any]]:
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in a file, which may begin with a BOM.
-
-    Args:
-        what: kind of file, for messages, such as "policy file".
-
-    Raises:
-        InvalidInput: the file cannot be read, is too large, or holds no JSON object; the message names the file.
-    """
+    """Return the JSON object in a file, which may begin with a BOM. Raise InvalidInput if the file cannot be read, is
+    too large, or holds no JSON object; the message names the file. what: kind of file, for messages, such as "policy
+    file"."""
     _check_path(path, what)
     try:
         with open(path, "rb") as file:
@@ -260,14 +241,8 @@ def load(kind: type[T], path: str | Path, what: str, names: str | None = None) -
 
 
 def read(kind: type[T], values: object, what: str) -> T:
-    """Return the record with these fields, as JSON has them.
-
-    Args:
-        what: origin of the fields, for messages.
-
-    Raises:
-        InvalidInput: the values are no object, a name is unknown or missing, or a value is not allowed.
-    """
+    """Return the record with these fields, as JSON has them. Raise InvalidInput if the values are no object, a name is
+    unknown or missing, or a value is not allowed. what: origin of the fields, for messages."""
     needed = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(kind) if f.init}  # type: ignore[arg-type]
     given = known_fields(values, needed, what)
     missing = sorted(name for name, required in needed.items() if required and name not in given)

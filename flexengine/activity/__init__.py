@@ -57,12 +57,8 @@ Listener = Callable[[Activity], None]
 
 
 class RunningActivity:
-    """Work that is under way. Its methods may be called from any thread; reports never overlap.
-
-    Args:
-        listener: receives the reports; None for the logger.
-        record: the first report.
-    """
+    """Work that is under way. Its methods may be called from any thread; reports never overlap. listener: receives the
+    reports; None for the logger. record: the first report."""
 
     def __init__(self, listener: Listener | None, record: Activity) -> None:
         self._listener, self._first = listener, record
@@ -148,11 +144,8 @@ def reported(to: Listener | None, made: Generator[T, None, Any]) -> Generator[T]
 def activity(
     name: str, text: str, total: float | None = None, unit: str = "", level: int = logging.DEBUG
 ) -> Iterator[RunningActivity]:
-    """Report the block as one activity. Must not enclose a `yield` of a generator.
-
-    Args:
-        name, text, total, unit, level: see `Activity`.
-    """
+    """Report the block as one activity. Must not enclose a `yield` of a generator. name, text, total, unit, level: see
+    `Activity`."""
     work = RunningActivity(_listener.get(), Activity(name, text, total=total, unit=unit, level=level))
     token = _work.set(work)
     try:
@@ -178,11 +171,7 @@ def tick() -> None:
 
 
 def message(text: str, level: int = logging.INFO) -> None:
-    """Report one line of text.
-
-    Args:
-        level: logging.DEBUG, INFO or WARNING.
-    """
+    """Report one line of text. level: logging.DEBUG, INFO or WARNING."""
     messenger()(text, level)
 
 

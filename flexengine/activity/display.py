@@ -31,13 +31,8 @@ class Display:
 
     On a terminal, the innermost activity has a bar, which disappears at the end. Elsewhere an activity prints a line at
     the start, one every LINE_SECONDS, and one at the end; quick ones print nothing. An error of the stream is ignored,
-    as no job should fail by it. May be called by several threads.
-
-    Args:
-        level: messages of a lower level are left out; see `Activity.level`.
-
-    Attributes:
-        all_ends: print a line at the end of every activity, also of quick ones and on a terminal.
+    as no job should fail by it. May be called by several threads. level: messages of a lower level are left out; see
+    `Activity.level`. `all_ends` prints a line at the end of every activity, also of quick ones and on a terminal.
     """
 
     def __init__(self, level: int = logging.INFO) -> None:

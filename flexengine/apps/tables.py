@@ -54,9 +54,8 @@ class FileTable:
         """Raise InvalidInput if a column does not exist. option: the option that names the columns."""
         for column in columns:
             if column not in self.columns:
-                raise InvalidInput(
-                    f"{option} {shown(column)} is no column of {self.name}; its columns are {self.known_columns()}"
-                )
+                fault = f"{option} {shown(column)} is no column of {self.name}"
+                raise InvalidInput(f"{fault}; its columns are {self.known_columns()}")
 
     def known_columns(self) -> str:
         """Return the columns, for messages, and whether they seem to have another separator."""
@@ -152,9 +151,8 @@ def check_output(name: str, form: str) -> None:
     suffix = Path(name).suffix.lower()
     if suffix != ".jsonl" and _FORMS.get(suffix) != form:
         same = " or ".join(s for s, f in _FORMS.items() if f == form)
-        raise InvalidInput(
-            f"--output {name} has suffix {shown(suffix)}; the output has the format of the table, {same}, or is .jsonl"
-        )
+        fault = f"--output {name} has suffix {shown(suffix)}"
+        raise InvalidInput(f"{fault}; the output has the format of the table, {same}, or is .jsonl")
 
 
 def write_table(name: str, table: FileTable, added: Sequence[Added]) -> None:

@@ -19,17 +19,11 @@ TOGETHER = 256  # rows dequantized at a time, for some megabytes of scratch memo
 
 
 class Form(ABC):
-    """Format of an encoded matrix. A dataclass; the encoded matrix is one array of bytes.
+    """Format of an encoded matrix. A dataclass; the encoded matrix is one array of bytes."""
 
-    Attributes:
-        rows: output channels.
-        columns: inputs.
-        step: rows that are encoded together. Rows k * step .. (k + 1) * step - 1 lie at byte k * step_bytes; the last
-            ones are filled up.
-    """
-
-    rows: int
-    columns: int
+    rows: int  # output channels
+    columns: int  # inputs
+    # Rows encoded together: k * step .. (k + 1) * step - 1 lie at byte k * step_bytes; the last ones are filled up.
     step: ClassVar[int] = 1
     in_steps: ClassVar[bool] = False  # whether `kernels.steps.Steps.product` multiplies by such weights
 

@@ -56,10 +56,8 @@ class Groupwise:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.group not in GROUPS:
-            raise InvalidInput(
-                f"codec {self.name} has {self.bits} bits and groups of {self.group};"
-                f" bits must be one of {BITS}, groups one of {GROUPS}"
-            )
+            fault = f"codec {self.name} has {self.bits} bits and groups of {self.group}"
+            raise InvalidInput(f"{fault}; bits must be one of {BITS}, groups one of {GROUPS}")
 
     @property
     def levels(self) -> int:

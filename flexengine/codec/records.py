@@ -34,9 +34,8 @@ class RecordForm:
         if self.kind not in (*PLAIN, *CODED):
             raise InvalidInput(f"records of kind {self.kind!r}; it must be one of {', '.join((*PLAIN, *CODED))}")
         if self.width < 1 or (self.kind in CODED and self.width % 8):
-            raise InvalidInput(
-                f"records of {self.width} {self.kind} elements; a width of encoded vectors must be a multiple of 8"
-            )
+            fault = f"records of {self.width} {self.kind} elements"
+            raise InvalidInput(f"{fault}; a width of encoded vectors must be a multiple of 8")
 
     @property
     def vectors(self) -> int:
@@ -69,11 +68,8 @@ class RecordForm:
         return -(-self.vectors * self.vector_bytes // ALIGN) * ALIGN
 
     def encode(self, *matrices: Tensor) -> Tensor:
-        """Return records, uint8 [n, nbytes].
-
-        Args:
-            matrices: `first`, `up` if gated, and the transpose of `down`: [n, width] each.
-        """
+        """Return records, uint8 [n, nbytes]. matrices: `first`, `up` if gated, and the transpose of `down`: [n, width]
+        each."""
         assert len(matrices) == self.vectors
         records = torch.zeros(len(matrices[0]), self.nbytes, dtype=torch.uint8)
         for index, matrix in enumerate(matrices):
@@ -87,12 +83,7 @@ class RecordForm:
 
     def vectors_of(self, records: Tensor, index: int) -> Tensor:
         """Return one vector of each record [n, width], in the dtype of plain vectors: a view of `records` then. Encoded
-        vectors become fp32.
-
-        Args:
-            records: uint8 [n, nbytes].
-            index: of the vector.
-        """
+        vectors become fp32. records: uint8 [n, nbytes]. index: of the vector."""
         data = self._vector(records, index)
         if self.coded is None:
             return data.view(PLAIN[self.kind])

@@ -44,22 +44,12 @@ def _check_fork() -> None:
     """Raise InvalidInput in a process that was forked from one that opened a model, as OpenMP (libgomp) would wait for
     the parent's threads forever. With one thread it does not."""
     if _openers - {os.getpid()} and torch.get_num_threads() > 1:
-        raise InvalidInput(
-            f"this process was forked from one that had opened an Engine, whose threads of torch it lacks; {SPAWN}"
-        )
+        fault = "this process was forked from one that had opened an Engine, whose threads of torch it lacks"
+        raise InvalidInput(f"{fault}; {SPAWN}")
 
 
 class Core:
-    """A model opened on a machine.
-
-    Attributes:
-        opened: the model's modules on the meta device, and the locations of its weights.
-        tokenizer: None if the checkpoint has none.
-        eos: token ids that end a sequence.
-        verifier: compares files with their checksums; None for no check.
-        trace: has the spans of all tasks, for a file; None for no trace.
-        sample: also gets task spans, from the next job on; None for no sample.
-    """
+    """A model opened on a machine."""
 
     def __init__(self, options: EngineOptions, layers: Layers | None = None, driver: StageDriver | None = None) -> None:
         """Open the model and the machine, without reading weights. Raise the errors of `Engine`.
@@ -82,19 +72,20 @@ class Core:
         if self.machine.no_offload and options.policy and options.policy.spills(DISK):
             raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         driven = options.group is not None and options.group.rank > 0
-        self.trace = Trace(None if driven else options.trace) if options.trace else None
-        self.sample: Any = None  # its `add` is called as `Trace.add`
-        self.verifier = resolve_name(VERIFIER)() if options.verify else None
+        self.trace = Trace(None if driven else options.trace) if options.trace else None  # spans of all tasks
+        self.sample: Any = None  # also gets task spans, from the next job on: its `add` is called as `Trace.add`
+        self.verifier = resolve_name(VERIFIER)() if options.verify else None  # compares files with their checksums
         name = str(options.model) if options.model is not None else None
         with activity("opening", f"opening {name or 'the demo model'}"):
             memory = self.machine.capacity.ram
             trust = Trust(options.trust_remote_code, self.verifier, options.allow_symlinks, memory)
             kind = self.machine.kind
+            # Its modules are on the meta device; weights have locations.
             self.opened = open_model(name, options.dtype, kind, trust, lossy=options.lossy, layers=layers)
             _openers.add(os.getpid())  # a model that was refused has started no threads
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
-            self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
-        self.eos = eos_tokens(self.source.directory, self.skeleton.config)
+            self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)  # None without files
+        self.eos = eos_tokens(self.source.directory, self.skeleton.config)  # token ids that end a sequence
         if text := "" if driven else unapplied(self.source.directory):
             message(text)
         kernels.load()  # tiers convert with the CPU's kernels, also with a GPU: build them before lanes start

@@ -185,11 +185,7 @@ def settings_of(engine: "Session", prefill_tokens: int) -> dict[str, Any]:
 
 def take_over(engine: "Session", settings: Mapping[str, Any]) -> None:
     """Let an engine use the choices with which its job began. `Planner.keep_prefill` takes the size of prefill chunks.
-    settings: empty if the job begins now.
-
-    Raises:
-        InvalidInput: the engine cannot make the same choices.
-    """
+    settings: empty if the job begins now. Raise InvalidInput if the engine cannot make the same choices."""
     if engine.options.allow and (chosen := settings.get(LOSSY)) is not None:
         engine.use(Lossy(**chosen))
         # A format of the cache that the user gave is compared with the manifest instead.

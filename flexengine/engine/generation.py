@@ -93,14 +93,8 @@ def completion(sequence: RowSequence) -> Completion:
 
 
 class Generation:
-    """Generates the results of the rows in `feed`.
-
-    Attributes:
-        tokenizer: None if the checkpoint has none.
-        eos: token ids that end a sequence.
-        step_by_step: whether given continuations are computed one token after the other, like generated ones, because
-            the cache is lossy.
-    """
+    """Generates the results of the rows in `feed`. eos: token ids that end a sequence. step_by_step: whether given
+    continuations are computed one token after the other, like generated ones, because the cache is lossy."""
 
     def __init__(
         self, resources: JobResources, arrangement: Arrangement, tokenizer: Any, eos: set[int], reports: SweepReports,

@@ -41,19 +41,7 @@ NEXT_LAYOUT, RENEWED = "flexengine.engine.recovery:layout_after", "flexengine.en
 
 
 class Job:
-    """The rows of one call of `Engine.stream`, from prompts to results.
-
-    Attributes:
-        layout: the present layout; None before the plan is made, and if no row can be run.
-        watch: predicted and measured seconds under this layout; None without a layout.
-        summary: value of `Engine.summary`; its counts are 0 until the job ends, in any way.
-        progress: counts and seconds so far.
-        replanned: one message per replan, and per loss of an attention worker.
-        replans: replans after out-of-memory errors.
-        losses: losses of attention workers since a row was finished last.
-        in_flight: rows in flight when the last plan ran out of memory.
-        stopped: set by any thread to end the job before its next task, with Cancelled.
-    """
+    """The rows of one call of `Engine.stream`, from prompts to results."""
 
     def __init__(
         self,
@@ -66,12 +54,15 @@ class Job:
     ) -> None:
         self.core, self.planner, self.reader = core, planner, reader
         self.on_sweep, self.load_first, self.rows = on_sweep, load_first, rows
-        self.layout: Layout | None = None
-        self.watch: SweepMonitor | None = None
-        self.summary = core.empty_summary()
-        self.progress, self.replanned = Progress(), list[str]()
-        self.replans = self.losses = self.in_flight = 0
-        self.stopped = threading.Event()
+        self.layout: Layout | None = None  # the present one; None before the plan is made, and if no row can be run
+        self.watch: SweepMonitor | None = None  # predicted and measured seconds under this layout; None without one
+        self.summary = core.empty_summary()  # `Engine.summary`; its counts are 0 until the job ends, in any way
+        self.progress = Progress()  # counts and seconds so far
+        self.replanned = list[str]()  # one message per replan, and per loss of an attention worker
+        self.replans = 0  # after out-of-memory errors
+        self.losses = 0  # of attention workers since a row was finished last
+        self.in_flight = 0  # rows in flight when the last plan ran out of memory
+        self.stopped = threading.Event()  # set by any thread to end the job before its next task, with Cancelled
         self._rows_at_loss = 0  # rows finished when a worker was lost last
         self._feed: Iterator[Request | Row] = iter(())  # rows not started; after a replan, unfinished ones first
         self._load_seconds = 0.0  # before the first sweep, summed over plans

@@ -45,18 +45,7 @@ class Plan:
 
 
 class Planner:
-    """Plans the jobs of one model on one machine.
-
-    Attributes:
-        rates: rates of the machine and of the model on it.
-        policy: the policy that the user gave; None lets the planner choose.
-        prefill_tokens: most tokens of a prefill chunk in every policy that the planner chooses; None lets the planner
-            choose.
-        block: most sequences alive in every policy that the planner chooses; None lets the planner choose.
-        choices: lossy switches that the planner may choose from for the first job; () leaves them as they are.
-        unsuited: why the model or machine cannot use the first unusable switch that the user allowed; None if it can
-            use all.
-    """
+    """Plans the jobs of one model on one machine."""
 
     def __init__(
         self,
@@ -67,23 +56,23 @@ class Planner:
         policy: Policy | None = None,
         allow: Sequence[str] = (),
     ) -> None:
-        """Plan with the rates of `hardware`, if given, instead of this machine's. Capacities are the machine's.
+        """Plan with the rates of `hardware`, if given, instead of this machine's. Capacities are the machine's. Raise
+        InvalidInput if `hardware` is of another kind of machine, or a name in `allow` is unknown.
 
         Args:
             overlap: whether lanes work at the same time under a policy with two slots or more.
             allow: see EngineOptions.
-
-        Raises:
-            InvalidInput: `hardware` is of another kind of machine, or a name in `allow` is unknown.
         """
         self.machine, self.opened, self.overlap = machine, opened, overlap
-        self.policy = policy
+        self.policy = policy  # that the user gave; None lets the planner choose
+        # Most tokens of a prefill chunk, and sequences alive, in all policies that the planner chooses; None: no limit.
         self.prefill_tokens: int | None = None
         self.block: int | None = None
         self.alone = True  # whether the model is whole: what is predicted is the job's, not that of a stage
         self.rates = RateStore(machine, opened, hardware)
         self._searched: Search | None = None  # with attention workers, the search that chose the last policy
         allowed = choices(allow) if allow else ()
+        # Lossy switches to choose from for the first job, and why the first of the others cannot be used.
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
         self.unsuited = next(filter(None, map(opened.refusal, allowed)), None)
 
@@ -256,15 +245,13 @@ class Planner:
 
         The tier's budget becomes the booked bytes less the missing bytes, and at least 3/4 and at most 15/16 of the
         booked bytes. The budget also holds for all later plans. Prompts are cut as before, so that results stay equal.
+        Raise OutOfMemory if no such layout fits.
 
         Args:
             layout: the layout under which memory ran out.
             tier: the tier that ran out: device, host, or an attention worker.
             missing: bytes that could not be allocated; 0 if the number is unknown.
             resident: as for `choose`.
-
-        Raises:
-            OutOfMemory: no such layout fits.
         """
         capacity, other = self.machine.capacity, "host" if tier == "device" else "device"
         in_ram = capacity.shared and not place_of(tier).worker
@@ -300,14 +287,12 @@ def pays(seconds: float, least: float, length: float) -> bool:
 
 def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:
     """Return the switches with the fewest seconds. Choose a lossier choice only if it takes less than SAVING times the
-    seconds of the best choice before it.
+    seconds of the best choice before it. Raise OutOfMemory if the job fits under no choice; the error is that of the
+    choice that needs the fewest bytes.
 
     Args:
         among: the choices, the least lossy first.
         seconds: return the seconds of a job with these switches, or raise OutOfMemory if the job does not fit.
-
-    Raises:
-        OutOfMemory: the job fits under no choice; the error is that of the choice that needs the fewest bytes.
     """
     best, best_seconds, refused = among[0], float("inf"), list[OutOfMemory]()
     for lossy in among:

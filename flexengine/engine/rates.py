@@ -24,14 +24,11 @@ WORKER_RATES = "flexengine.guests.attention_workers.attender:measure_workers"  #
 
 
 class RateStore:
-    """Rates of a machine and of a model on it.
+    """Rates of a machine and of a model on it. Raise InvalidInput if the given rates are of another kind of machine.
 
     Args:
         machine: its capacities replace those of all rates.
         given: rates to use instead of this machine's; None uses the stored ones.
-
-    Raises:
-        InvalidInput: the given rates are of another kind of machine.
     """
 
     def __init__(self, machine: Machine, opened: OpenModel, given: Hardware | None = None) -> None:
@@ -138,16 +135,12 @@ def fitted(hardware: Hardware, machine: Machine) -> Hardware:
     """Return these rates with a machine's capacities. Raise InvalidInput if the machine is of another kind or has
     another number of disks."""
     if hardware.kind != machine.kind:
-        raise InvalidInput(
-            f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind};"
-            " give hardware of that kind, or another device"
-        )
+        fault = f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind}"
+        raise InvalidInput(f"{fault}; give hardware of that kind, or another device")
     disks = len(hardware.more_disks) + 1
     if disks != len(machine.disks):
-        raise InvalidInput(
-            f"hardware {hardware.name} has {disks} disks, but this job has {len(machine.disks)} offload"
-            " directories; give --offload-dir as often as the hardware has disks"
-        )
+        fault = f"hardware {hardware.name} has {disks} disks, but this job has {len(machine.disks)} offload directories"
+        raise InvalidInput(f"{fault}; give --offload-dir as often as the hardware has disks")
     return hardware.with_capacity(machine.capacity)
 
 

@@ -53,12 +53,8 @@ def layout_after(job: Job, workload: Workload, failure: Shortage | WorkerLost, l
 
 def renewed_worker(job: Job, resources: JobResources, generation: Generation, loss: WorkerLost) -> SweepMonitor:
     """Replace a lost attention worker between two sweeps. The sequences whose KV cache it held wait again. Return what
-    compares the sweeps that follow with their prediction.
-
-    Raises:
-        WorkerLost: `loss`, if a second worker is lost, too, there is no new one, or stages in other processes hold
-            sequences in flight.
-    """
+    compares the sweeps that follow with their prediction. Raise WorkerLost, `loss`, if a second worker is lost, too,
+    there is no new one, or stages in other processes hold sequences in flight."""
     core = job.core
     job.note_loss()
     if job.losses > RENEWALS or core.driver is not None:

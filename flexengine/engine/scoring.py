@@ -185,15 +185,13 @@ def first_token(tokenizer: Any) -> list[int]:
 
 
 def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
-    """Return a row to score per pair, and whether there is one pair that was not given as a list.
+    """Return a row to score per pair, and whether there is one pair that was not given as a list. Raise InvalidInput if
+    an argument is neither text nor token ids nor a list, the lists have different lengths, or a single context and its
+    continuation are of different kinds. A row of a list has an error instead.
 
     Args:
         context: text or token ids, or a list of either.
         continuation: text or token ids, or a list of either. One context is paired with each of them.
-
-    Raises:
-        InvalidInput: an argument is neither text nor token ids nor a list, the lists have different lengths, or a
-            single context and its continuation are of different kinds. A row of a list has an error instead.
     """
     context, continuation = (
         plain(as_list(argument(name, value))) for name, value in (("context", context), ("continuation", continuation))

@@ -43,12 +43,7 @@ STAGES_CHECK = "flexengine.guests.stages.remote:check_alike"
 
 
 class Session:
-    """A model opened on a machine, and the job that runs on it.
-
-    Attributes:
-        reader: encodes prompts.
-        load_first: read all weights that stay in memory before the first sweep, so that sweeps are timed alone.
-    """
+    """A model opened on a machine, and the job that runs on it."""
 
     def __init__(self, options: EngineOptions, exact_engine: OpenExact) -> None:
         """Open the model. Raise as `Engine`. exact_engine: return an engine for the same model with the checkpoint's
@@ -78,7 +73,7 @@ class Session:
         if options.group is not None:
             resolve_name(STAGES_CHECK)(core, options, options.group)
         self.on_sweep = options.on_sweep  # see EngineOptions; may be changed between jobs
-        self.load_first = False
+        self.load_first = False  # read weights that stay in memory before the first sweep, so that it is timed alone
         self._job: Job | None = None  # the last one
         self._running: Generator[Result] | None = None
         self._closed, self._process = False, os.getpid()
@@ -139,11 +134,8 @@ class Session:
 
     def fingerprint(self, known_files: Mapping[str, Any]) -> dict[str, Any]:
         """Return the model's name and files, and `Core.numerics`, which a resumed job compares. With the lossy switches
-        and a request's own parameters, these determine its results.
-
-        Args:
-            known_files: marks of the model's files in the manifest of the run that began the job; {} if there was none.
-        """
+        and a request's own parameters, these determine its results. known_files: marks of the model's files in the
+        manifest of the run that began the job; {} if there was none."""
         core = self.core
         with reporting(self.listener):
             files = identity.marks(identity.given_files(core.source), core.opened.files, known_files)
@@ -291,10 +283,8 @@ class Session:
         if isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params):
             prompts = list(prompts)
             if len(params) != len(prompts):
-                raise InvalidInput(
-                    f"params has {len(params)} entries, but prompts has {len(prompts)}; give one SamplingParams for"
-                    " each prompt, or one for all"
-                )
+                fault = f"params has {len(params)} entries, but prompts has {len(prompts)}"
+                raise InvalidInput(f"{fault}; give one SamplingParams for each prompt, or one for all")
         elif not isinstance(params, SamplingParams | None):
             raise InvalidInput(f"params is {shown(params)}; it must be SamplingParams, or a list of them")
         return _in_python(self.results(prompts, SamplingParams() if params is None else params, JobRows()))

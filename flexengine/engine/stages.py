@@ -67,12 +67,8 @@ class Stage(ABC):
 
     @abstractmethod
     def start(self, sweep: Sweep, members: Mapping[int, RowSequence]) -> None:
-        """Compute a sweep, or let another process compute it.
-
-        Args:
-            sweep: the sweep. Its pages are claimed.
-            members: sequences that are not finished, by id.
-        """
+        """Compute a sweep, or let another process compute it. sweep: the sweep. Its pages are claimed. members:
+        sequences that are not finished, by id."""
 
     @abstractmethod
     def result(self) -> StageResult:
@@ -140,17 +136,11 @@ class LocalStage(Stage):
 
 
 class JobResources:
-    """The resources of a job: admission, and the stages that compute. As a context manager, it starts and ends lanes.
-
-    Attributes:
-        own: the stage of this process, which is the first one.
-        stages: all stages, in the order of their layers.
-        sweeps: admission, and the gpu_batches of each sweep.
-    """
+    """The resources of a job: admission, and the stages that compute. A context manager that starts and ends lanes."""
 
     def __init__(self, own: LocalStage, others: Sequence[Stage] = (), cohorts: int | None = None) -> None:
         """Chain stages. Raise InvalidInput as `check_chain`. cohorts: None for one per stage."""
-        self.own, self.stages = own, (own, *others)
+        self.own, self.stages = own, (own, *others)  # in the order of their layers; that of this process is the first
         check_chain(self.stages)
         pools = {tier: tuple(pool for each in self.stages for pool in each.pools[tier]) for tier in own.pools}
         self.sweeps = Sweeps(own.policy, pools, cohorts or len(self.stages))

@@ -52,10 +52,7 @@ class Refused:
 
     def report(self, workload: Workload, name: str) -> None:
         """Report the number of rows that cannot be run, if any, as a message. name: the input file, for the message.
-
-        Raises:
-            InvalidInput: the file has no row that can be run.
-        """
+        Raise InvalidInput if the file has no row that can be run."""
         if not workload.count:
             raise InvalidInput(f"{name} has no row that can be run; {self}")
         if self.count:
@@ -131,12 +128,8 @@ def arrange(requests: Sequence[Request], shares: bool) -> list[Arranged]:
 
 
 class Arrangement:
-    """The rows of a job, read from a feed one window at a time.
-
-    Attributes:
-        shares: whether sequences share common prefixes.
-        feed: requests, and rows with an error. Rows that are not read yet remain in the iterator.
-    """
+    """The rows of a job, read from a feed one window at a time. Rows that are not read yet remain in the iterator.
+    shares: whether sequences share common prefixes."""
 
     def __init__(self, feed: Iterator[Request | Row], shares: bool) -> None:
         self.feed, self.shares = feed, shares
@@ -193,11 +186,8 @@ class Tally:
 
 
 class PromptReader:
-    """Converts prompts to requests for one model.
-
-    Attributes:
-        now: local time that chat templates read: that at which the job began; None is the time of each conversion.
-    """
+    """Converts prompts to requests for one model. Chat templates read the local time `now`, when the job began; None is
+    the time of each conversion."""
 
     def __init__(
         self, tokenizer: Any, skeleton: Skeleton, shares: bool, memory: int | None = None, eos: set[int] | None = None
@@ -286,10 +276,8 @@ class PromptReader:
             templates = str(getattr(self.tokenizer, "chat_template", None) or new)
             self._unused.update(new)
             if unused := [name for name in new if not re.search(rf"\b{re.escape(name)}\b", templates)]:
-                message(
-                    f"the model's chat template does not use {listed(unused, last=', ')}, so it has no effect",
-                    logging.WARNING,
-                )
+                text = f"the model's chat template does not use {listed(unused, last=', ')}, so it has no effect"
+                message(text, logging.WARNING)
 
     def _report_doubled(self, request: Request) -> None:
         """Report, once, a text that begins with the token that the tokenizer puts before it."""

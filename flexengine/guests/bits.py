@@ -19,12 +19,6 @@ class Bits:
     """Weights `mixed`: the format of every layer is chosen such that the weights fit a budget at the least harm.
 
     The harms of formats are measured (`guests.harms`), and `plan.lp` chooses.
-
-    Attributes:
-        budget: most bytes of all weights on the device.
-        exact: bytes of the exact model's weights.
-        rest: bytes of the weights outside the layers. Embedding and output projection are encoded.
-        layers: bytes of each layer, by format.
     """
 
     def __init__(self, core: Core, calibrator: Calibrator) -> None:
@@ -36,7 +30,8 @@ class Bits:
         every = {b: (b,) * core.skeleton.total for b in FORMATS if b is not None or not integers}
         usable = [b for b, weights in every.items() if core.opened.refusal(_with(core.lossy, weights)) is None]
         facts, found = core.facts, {b: _bytes(core.opened, b) for b in usable}
-        self.exact = sum(tensor.held_bytes for tensor in facts.tensors)
+        self.exact = sum(tensor.held_bytes for tensor in facts.tensors)  # bytes of the exact model's weights
+        # Bytes of each layer, by format, and of the weights outside: embedding and output projection are encoded.
         self.layers = [{b: sizes[j] for b, (sizes, _) in found.items()} for j in range(len(facts.layers))]
         self.rest = min(rest for _, rest in found.values())
         least = self.rest + sum(min(sizes.values()) for sizes in self.layers)

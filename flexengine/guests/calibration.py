@@ -104,16 +104,12 @@ def check(name: str, tokenizer: Any) -> None:
     """Raise InvalidInput if there is no tokenizer or the file cannot be opened. Read at most one byte. Arguments as of
     `calibration`."""
     if tokenizer is None:
-        raise InvalidInput(
-            "the checkpoint has no tokenizer, so it cannot read a text to calibrate with; put its"
-            " tokenizer files beside it, or leave calibrate and sparsify out"
-        )
+        fault = "the checkpoint has no tokenizer, so it cannot read a text to calibrate with"
+        raise InvalidInput(f"{fault}; put its tokenizer files beside it, or leave calibrate and sparsify out")
     if name != BUNDLED:
         if Path(name).is_fifo() or Path(name).is_char_device():
-            raise InvalidInput(
-                f"{name}, to calibrate with, is a pipe or a device, but it must be read more than once;"
-                " give a UTF-8 text file"
-            )
+            fault = f"{name}, to calibrate with, is a pipe or a device, but it must be read more than once"
+            raise InvalidInput(f"{fault}; give a UTF-8 text file")
         with explained(UNREAD.format(name)), Path(name).open("rb") as file:
             file.read(1)
 

@@ -89,10 +89,8 @@ def _stored(core: Core, key: dict[str, Any], write: Callable[[Path], None]) -> l
     label = next(iter(key))
     directory = prepared(core.source.directory, core.opened.given, build, model_key(core, key), core.verifier, label)
     if len(found := _numbers_in(directory / FILE)) != core.skeleton.total:
-        raise BadCheckpoint(
-            f"{directory / FILE} does not hold the {label} of {core.skeleton.total} layers; remove its directory to"
-            " measure again"
-        )
+        fault = f"{directory / FILE} does not hold the {label} of {core.skeleton.total} layers"
+        raise BadCheckpoint(f"{fault}; remove its directory to measure again")
     return found
 
 

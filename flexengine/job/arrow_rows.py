@@ -73,11 +73,8 @@ def _cell(scalar: Any) -> Any:
 
 def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) -> TableRow:
     """Return the record of a row's cells. It has a fault if a cell is an exception, or if bytes in one of the columns
-    `texts` are not UTF-8.
-
-    Args:
-        texts: columns in which bytes are text. None reads bytes of every column as text if they are UTF-8.
-    """
+    `texts` are not UTF-8. texts: columns in which bytes are text. None reads bytes of every column as text if they are
+    UTF-8."""
     fault = next((f"column {cut(n)}: {first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
     for name, value in cells.items():
         if isinstance(value, bytes) and (texts is None or name in texts):

@@ -16,19 +16,17 @@ _ALLOWED = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
 _OTHER_NAMES = {"human": "user", "prompter": "user", "developer": "system"}
 _OTHER_NAMES |= dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "chatbot", "model", "llm"), "assistant")
 _OTHER_FIELDS = {"role": ("from", "speaker", "author"), "content": ("value", "text")}
-_TEXT_REMEDY = "to run a text, give --template '{messages}' (template='{messages}' of run_job in Python)"
-_TEXTS_REMEDY = "to run texts, give each its own row, as prompt"
+_TEXT_REMEDY = "for a text, send prompt, or give --template '{messages}' (template='{messages}' of run_job in Python)"
+_TEXTS_REMEDY = "for texts, give each its own row, as prompt"
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
     """Return messages for a chat template: without null fields, and with text parts joined to one text.
 
     transformers also leaves null fields out. Parts are joined with newlines, as vLLM and llama.cpp join them, since
-    templates of text models read `content` as text. All other fields stay as they are.
-
-    Raises:
-        InvalidInput: the value is no array of messages, a message has no text, or no visible character is in the last
-            one of a user, or in any message without tool calls; the error names the message.
+    templates of text models read `content` as text. All other fields stay as they are. Raise InvalidInput if the value
+    is no array of messages, a message has no text, or no visible character is in the last one of a user, or in any
+    message without tool calls; the error names the message.
     """
     if not isinstance(value, list | tuple) or not value:
         example = ', such as [{"role": "user", "content": "..."}]' if isinstance(value, str) else ""
@@ -59,11 +57,8 @@ def row_messages(given: Any) -> list[dict[str, Any]]:
 def unnamed_roles(messages: list[dict[str, Any]], templates: Any) -> dict[str, int]:
     """Return the roles that chat templates do not name in quotes, each with the number of its first message. Raise
     InvalidInput for one that the templates do not have at all, if it resembles a role that all have, or has another
-    name there. Many templates write any role.
-
-    Args:
-        templates: text of the tokenizer's template, or a text by name; None if it has none.
-    """
+    name there. Many templates write any role. templates: text of the tokenizer's template, or a text by name; None if
+    it has none."""
     named = "".join(templates.values()) if isinstance(templates, Mapping) else templates or ""
     roles = {message["role"]: i for i, message in reversed([*enumerate(messages)])}
     unnamed = {r: i for r, i in roles.items() if r not in _ROLES and f"'{r}'" not in named and f'"{r}"' not in named}

@@ -29,14 +29,12 @@ Generate = Callable[[list[Row]], list[Result]]
 
 def answered(batch: Any, params: SamplingParams, generate: Generate, row_options: bool = False) -> Any:
     """Return the batch, in its own type, with the columns of `result_columns`. Own columns of the same names are kept
-    under the names of `kept_name`.
+    under the names of `kept_name`. Raise InvalidInput if the batch is not columns of one length. A row that cannot be
+    run has `error` instead.
 
     Args:
         generate: return the results of rows with different indices, in any order.
         row_options: whether columns named like sampling parameters set them for their row; else they are data.
-
-    Raises:
-        InvalidInput: the batch is not columns of one length. A row that cannot be run has `error` instead.
     """
     pa = _arrow()
     table = isinstance(batch, pa.Table)

@@ -46,12 +46,7 @@ class _DeadEnd(InvalidInput):
 
 
 class _Record:
-    """The present record of a file.
-
-    Attributes:
-        line: line on which it starts, from 1.
-        raw: its bytes as far as they are read.
-    """
+    """The present record of a file."""
 
     def __init__(self, file: BinaryIO, most: int) -> None:
         self._file, self._most = cast(io.BufferedReader, file), most
@@ -59,7 +54,8 @@ class _Record:
         self._reread = 0  # bytes of lines that were read again more than once, and _LINE_COST for each
         self._is_again = False  # whether this record begins in `_again`
         self._dead = set[int]()  # line (times 2**32) and column of cells after which no record ends
-        self.line, self.raw = 1, bytearray()
+        self.line = 1  # on which it starts
+        self.raw = bytearray()  # its bytes as far as they are read
 
     def begin(self) -> bool:
         """Read the first line of the next record. Return False at the end of the file."""

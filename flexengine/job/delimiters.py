@@ -25,12 +25,8 @@ OF_JOB = Remedies()
 
 
 def delimiter_of(given: str | None, own: str, remedies: Remedies) -> str:
-    """Return the character between cells. Raise InvalidInput if the given one is not possible.
-
-    Args:
-        given: text of a user; None is the format's own.
-        own: the format's own character; "" if it has none.
-    """
+    """Return the character between cells. Raise InvalidInput if the given one is not possible. given: text of a user;
+    None is the format's own. own: the format's own character; "" if it has none."""
     if given is None:
         return own
     given = "\t" if given == "\\t" else given

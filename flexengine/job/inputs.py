@@ -34,10 +34,8 @@ class InputRows(AbstractContextManager["InputRows"]):
     file. Use as a context manager.
 
     Iterating raises InvalidInput if the file has changed since it was opened, if compressed data, a Parquet or an Arrow
-    file is damaged, or if an array in JSON is invalid from some line on.
-
-    Attributes:
-        chat, rules: how its rows are run; see `Row` and `RowRules`.
+    file is damaged, or if an array in JSON is invalid from some line on. Rows are run by `chat` and `rules`; see `Row`
+    and `RowRules`.
     """
 
     def __init__(
@@ -53,7 +51,9 @@ class InputRows(AbstractContextManager["InputRows"]):
         delimiter: str | None = None,
         memory: int | None = None,
     ) -> None:
-        """Open an input file.
+        """Open an input file. Raise InvalidInput if the file is missing, unreadable or a directory; its format is
+        unknown; a table cannot be opened or lacks the column; or `prompt_column` is given for a txt file, or beside a
+        template.
 
         Args:
             path: a file, or a stream (a pipe, a device, /dev/fd/3). "-" is standard input from its present position.
@@ -63,10 +63,6 @@ class InputRows(AbstractContextManager["InputRows"]):
             chat, score: see `Row`. OpenAI batch lines are run as they are.
             row_options: the rule `options`; None is False for tables. template: as for `RowRules`.
             memory: as for `InputFile`.
-
-        Raises:
-            InvalidInput: the file is missing, unreadable or a directory; its format is unknown; a table cannot be
-                opened or lacks the column; or `prompt_column` is given for a txt file, or beside a template.
         """
         self.path = Path(STDIN if path == "-" else path)
         self.chat, self._asked = chat, row_options is not None
@@ -195,18 +191,7 @@ _SEEN_LINES = 2**14  # bytes of the beginning that are searched for line ends
 
 
 class InputFile:
-    """An input that is open until `close` is called.
-
-    Attributes:
-        file: regular file that holds its bytes: the input, or a temporary copy of a stream.
-        form: one of FORMATS.
-        packing: how it is compressed: gzip, zstd or "".
-        delimiter: the character between cells; "" if it is no table of text. A first line sep=; states it.
-        memory, remedies: the arguments.
-        index: the `RangeColumn` of a table that pandas wrote, once it was read.
-        taken: most bytes of memory that reading took so far: for rows of over _STEP bytes, by `row_memory`, and for
-            another process that reads them.
-    """
+    """An input that is open until `close` is called."""
 
     def __init__(
         self,
@@ -216,32 +201,32 @@ class InputFile:
         memory: int | None = None,
         remedies: Remedies = OF_JOB,
     ) -> None:
-        """Open an input.
+        """Open an input. Raise InvalidInput if the input is missing, unreadable, a directory, or holds no text in
+        UTF-8; its format is unknown, it is compressed in a way that is not read, or the delimiter is not possible.
 
         Args:
             name: a file, or a stream, which is copied to a temporary file as it can be read only once.
-            form: one of FORMATS; None takes the format of the file's suffix, and for a stream without a suffix csv if
-                a delimiter is given, else jsonl.
+            form: one of FORMATS; None takes the format of the file's suffix, and for a stream without a suffix csv if a
+                delimiter is given, else jsonl.
             delimiter: the character between cells of a .csv or .tsv file; None is that of its format.
             memory: bytes of RAM that the user gave the job; a part of them limits the process that reads a table. None
                 is a constant limit.
             remedies: what messages propose.
-
-        Raises:
-            InvalidInput: the input is missing, unreadable, a directory, or holds no text in UTF-8; its format is
-                unknown, it is compressed in a way that is not read, or the delimiter is not possible.
         """
-        self.name, self.memory, self.remedies, self.taken = name, memory, remedies, 0
+        self.name, self.memory, self.remedies = name, memory, remedies
+        # Most bytes of memory that reading took so far, of rows of over _STEP bytes and of another process that reads.
+        self.taken = 0
         self._counted = 0  # end of the last row whose memory was counted
         self._copy: Any = None
-        self.index: RangeColumn | None = None
+        self.index: RangeColumn | None = None  # of a table that pandas wrote, once it was read
         if name.is_dir():
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
         self.form, packed = _form_of(name, form, "jsonl" if delimiter is None else "csv", remedies)
+        # "" if it is no table of text. A first line sep=; states it.
         self.delimiter = delimiter_of(delimiter, FORMATS[self.form].delimiter, remedies)
         try:
-            self.file = self._regular()
-            self.packing = self._packing_of(packed)
+            self.file = self._regular()  # holds the bytes: the input, or a temporary copy of a stream
+            self.packing = self._packing_of(packed)  # gzip, zstd or ""
             if not FORMATS[self.form].seeks:
                 stated = stated_delimiter(self._checked_head())
                 if self.delimiter and stated and stated != self.delimiter and delimiter is not None:
@@ -268,10 +253,8 @@ class InputFile:
     def open(self, digest: Any = None) -> Iterator[BinaryIO]:
         """Open the file for reading from its beginning. Compressed data is decompressed while it is read.
 
-        Reading raises InvalidInput if compressed data is damaged or cut short.
-
-        Args:
-            digest: object of hashlib that gets all bytes that are read; None for no digest.
+        Reading raises InvalidInput if compressed data is damaged or cut short. digest: object of hashlib that gets all
+        bytes that are read; None for no digest.
         """
         with self.file.open("rb") as file:
             if not self.packing and digest is None:
@@ -319,10 +302,8 @@ class InputFile:
             copy.flush()
         except OSError as error:
             reason = full_disk(error, tempfile.gettempdir()) if self._copy else ""
-            raise InvalidInput(
-                f"input {self.name} cannot be copied to a temporary file: {reason or error.strerror};"
-                " or set TMPDIR to another directory"
-            ) from error
+            fault = f"input {self.name} cannot be copied to a temporary file: {reason or error.strerror}"
+            raise InvalidInput(f"{fault}; or set TMPDIR to another directory") from error
         return Path(f"/proc/self/fd/{copy.fileno()}")
 
     def _packing_of(self, wanted: str) -> str:
@@ -334,10 +315,9 @@ class InputFile:
             begins = f"it begins with {head[:4].hex(' ')}" if head else "it is empty"
             raise InvalidInput(f"input {self.name} is no {wanted} file: {begins}; give it the name of what it is")
         if packing and FORMATS[self.form].seeks:
-            raise InvalidInput(
-                f"input {self.name} is a compressed .{self.form} file, which must be read at any position; decompress"
-                f" it first ({'gunzip' if packing == 'gzip' else 'unzstd'} -k {quote(str(self.name))})"
-            )
+            fault = f"input {self.name} is a compressed .{self.form} file, which must be read at any position"
+            remedy = f"decompress it first ({'gunzip' if packing == 'gzip' else 'unzstd'} -k {quote(str(self.name))})"
+            raise InvalidInput(f"{fault}; {remedy}")
         return packing
 
     def _checked_head(self) -> bytes:

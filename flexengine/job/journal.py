@@ -71,17 +71,6 @@ class Journal(AbstractContextManager["Journal"]):
 
     Memory holds nine bytes per row (offset of its last record, and its state), no results. A record is passed to the
     operating system at once, in one write, so kill -9 loses no finished row.
-
-    Attributes:
-        manifest: the job's manifest; None if the journal is new.
-        created: time at which the job began, in seconds since 1970.
-        began: the same as local time where it began, which chat templates of all runs read.
-        output: rows and bytes of the output file as it was written last; None if there is none, or if it is about to be
-            replaced.
-        outdated: whether rows have got results since the output file was written.
-        dropped_bytes: bytes at the end of the file that recovery dropped.
-        damaged: whether a whole record was dropped, not only one that was cut short by a kill.
-        wrote: whether an output file was written or was about to be, or the job replaces one of another job.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,6 +79,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._file = _open_locked(path)
         try:
             self._forget()
+            # Bytes at the end that recovery dropped, and whether these were a whole record, not one that a kill cut.
             self.dropped_bytes, self.damaged = self._recover()
         except BaseException:
             os.close(self._file)
@@ -99,11 +89,14 @@ class Journal(AbstractContextManager["Journal"]):
         self.close()
 
     def _forget(self) -> None:
-        self.manifest: dict[str, Any] | None = None
+        self.manifest: dict[str, Any] | None = None  # None if the journal is new
+        # When the job began, in seconds since 1970, and as local time, which chat templates of all runs read.
         self.created, self.began = 0, datetime.now()
         self.settings: dict[str, Any] = {}
+        # Rows and bytes of the output file as it was written last; None for none, or if it is about to be replaced.
         self.output: tuple[int, int] | None = None
-        self.outdated = self.wrote = False
+        self.outdated = False  # whether rows have got results since the output file was written
+        self.wrote = False  # whether one was written or was about to be, or the job replaces one of another job
         self._offsets, self._states = array("q"), bytearray()
         self._end = 0
         self._synced = (0, 0.0)  # end of the bytes that this process has synced, and time.monotonic() of the last sync
@@ -277,9 +270,8 @@ def _lock(file: int, path: Path) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InvalidInput(
-            f"{_owner(file)} is writing this output already ({path} is locked); wait for it or name another output"
-        ) from None
+        fault = f"{_owner(file)} is writing this output already ({path} is locked)"
+        raise InvalidInput(f"{fault}; wait for it or name another output") from None
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -17,10 +17,7 @@ def row_memory(length: int, fields: dict[str, Any], made: Sequence[Any] = ()) ->
     before its fault was found.
 
     Rows of 14 and 40 MB of text, escapes, lists, numbers, keys and cells took 41 to 89 % of this, and with NaN or
-    Infinity in them up to all.
-
-    Args:
-        made: values that were made from the fields, as the text of a template.
+    Infinity in them up to all. made: values that were made from the fields, as the text of a template.
     """
     if not fields:
         return min(_ROW_FACTOR * length, _MOST_ROW)

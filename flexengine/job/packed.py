@@ -50,9 +50,8 @@ class Bytes(io.RawIOBase):
             if not packing or (isinstance(error, OSError) and error.errno is not None):
                 raise  # the file itself cannot be read
             reason = "it is cut short" if isinstance(error, EOFError) else str(error) or type(error).__name__
-            raise InvalidInput(
-                f"input {name} is damaged after line {self._lines}: {reason} ({packing}); make it again"
-            ) from error
+            fault = f"input {name} is damaged after line {self._lines}: {reason} ({packing})"
+            raise InvalidInput(f"{fault}; make it again") from error
         if packing:
             self._lines += data.count(b"\n")
         if self._digest is not None:

@@ -86,6 +86,5 @@ def file_note(prompt: Any) -> str:
     """Return a message for a prompt that looks like the name of a file, which is run itself; "" for others."""
     if not isinstance(prompt, str) or not _FILE.fullmatch(prompt):
         return ""
-    return (
-        f"{shown(prompt)} is run as a prompt; engine.run_job({shown(prompt)}, 'results.jsonl') runs the rows of a file"
-    )
+    fault = f"{shown(prompt)} is run as a prompt"
+    return f"{fault}; engine.run_job({shown(prompt)}, 'results.jsonl') runs the rows of a file"

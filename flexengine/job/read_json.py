@@ -52,10 +52,8 @@ def open_text(source: InputFile, rules: RowRules) -> ReadRows:
     if rules.column is not None:
         raise InvalidInput(f"input {source.name} has one prompt per line and no columns; leave the prompt column out")
     if rules.score:
-        raise InvalidInput(
-            f"input {source.name} has one prompt per line, and --score (score=True in Python) scores no prompts; give"
-            " texts as .jsonl or .csv with the field text"
-        )
+        wrong = f"input {source.name} has one prompt per line, and --score (score=True in Python) scores no prompts"
+        raise InvalidInput(f"{wrong}; give texts as .jsonl or .csv with the field text")
 
     def rows(file: BinaryIO) -> Iterator[Row]:
         for row, raw in _lines(file):
@@ -177,14 +175,12 @@ def is_document(file: BinaryIO) -> bool:
 
 
 def elements(file: BinaryIO, most: int, name: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the line on which each element starts, from 1, and its bytes.
+    """Yield the line on which each element starts, from 1, and its bytes. Raise InvalidInput if the file is no valid
+    JSON from some line on, or an element is longer than `most`.
 
     Args:
         most: most bytes of an element.
         name: name of the file in messages.
-
-    Raises:
-        InvalidInput: the file is no valid JSON from some line on, or an element is longer than `most`.
     """
     text = _Text(file, most, name)
     if array := text.next() == "[":

@@ -225,10 +225,8 @@ def parsed_cell(name: str, cell: str) -> Any:
 
     In a column named like a sampling field this is the number, boolean or list in the text, or None, for the default,
     if the cell is empty. In other columns it is the text itself. Whole numbers may end in .0 (pandas writes them so),
-    booleans are true and false, lists and objects are JSON, and a list of one may be its element alone.
-
-    Raises:
-        InvalidInput: the text is no value of this sampling field.
+    booleans are true and false, lists and objects are JSON, and a list of one may be its element alone. Raise
+    InvalidInput if the text is no value of this sampling field.
     """
     kinds = SAMPLING_TYPES.get(name)
     if kinds is None:
@@ -248,10 +246,9 @@ def parsed_cell(name: str, cell: str) -> Any:
         wanted = "a JSON object" if Mapping in kinds else wanted
         if tuple in kinds:
             wanted = "a JSON list" if str in kinds else "a JSON list of whole numbers, or one whole number"
-        raise InvalidInput(
-            f"column {name} is {cell[:50]!r}; as a sampling field it must be {wanted} (rename the column if it holds"
-            " data)"
-        ) from error
+        fault = f"column {name} is {cell[:50]!r}"
+        remedy = f"as a sampling field it must be {wanted} (rename the column if it holds data)"
+        raise InvalidInput(f"{fault}; {remedy}") from error
 
 
 def _whole(cell: str) -> int:
@@ -264,13 +261,7 @@ def arrow_table(source: InputFile, texts: Container[str] | None) -> tuple[list[s
     """Return the names of the columns of a Parquet or Arrow file, and its rows, which are read as they are iterated.
 
     Values are those that JSON can hold (see `_plain`). A `RangeColumn` is the last column. Iterating raises
-    InvalidInput if the file is damaged.
-
-    Args:
-        texts: as for `record_of`.
-
-    Raises:
-        InvalidInput: the file cannot be opened.
+    InvalidInput if the file is damaged. Raise InvalidInput if the file cannot be opened. texts: as for `record_of`.
     """
     name, form = source.name, source.form
     if find_spec("pyarrow") is None:

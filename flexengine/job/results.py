@@ -10,7 +10,7 @@ from typing import Any
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.files import is_stream, part_path, stdout_is_open
-from flexengine.job.row_fields import KEPT, RESULTS, kept_fields
+from flexengine.job.row_fields import KEPT, RESULTS, kept_name
 from flexengine.job.rows import Row
 
 Encode = Callable[[Row, Result], bytes]
@@ -41,10 +41,8 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
     if _is_input(path, input_path):
         raise InvalidInput(f"output {path} is the input file, whose prompts would be replaced; name another output")
     if target.suffix.lower() in _OTHER_FORMATS:
-        raise InvalidInput(
-            f"output {path}: results are JSON lines, uncompressed, which {target.suffix} does not name;"
-            f" name it {target.stem.partition('.')[0]}.jsonl"
-        )
+        fault = f"output {path}: results are JSON lines, uncompressed, which {target.suffix} does not name"
+        raise InvalidInput(f"{fault}; name it {target.stem.partition('.')[0]}.jsonl")
     if not os.access(target.parent, os.W_OK):
         raise InvalidInput(f"output {path}: {target.parent} is not writable; name another output")
 
@@ -77,11 +75,11 @@ def present_fields(value: Any) -> dict[str, Any]:
 
 
 def encode_row(row: Row, result: Result) -> bytes:
-    """Return an output line in UTF-8 with its newline: the fields of the input row, see `kept_fields`, then those of
+    """Return an output line in UTF-8 with its newline: the fields of the input row, see `kept_name`, then those of
     the Result. If the input fields cannot be written as JSON, leave them out and say so in the result's error."""
     try:
         alike = any(name in RESULTS or str(name).startswith(KEPT) for name in row.fields)
-        own = kept_fields(row.fields) if alike else row.fields
+        own = {kept_name(name): value for name, value in row.fields.items()} if alike else row.fields
         return encode_fields({**own, **present_fields(result)})
     except (RecursionError, TypeError, ValueError) as error:
         if not row.fields:
@@ -113,12 +111,7 @@ def logprob_of(entry: Mapping[str, Any]) -> float:
 
 def line_encoder(model: str, created: int) -> Encode:
     """Return a function that returns the output line of a row: an OpenAI batch line for a batch line, else as
-    `encode_row`.
-
-    Args:
-        model: model name in batch lines.
-        created: time in batch lines, in seconds since 1970.
-    """
+    `encode_row`. model: model name in batch lines. created: time in batch lines, in seconds since 1970."""
 
     def encode(row: Row, result: Result) -> bytes:
         if not row.is_batch:

@@ -46,17 +46,12 @@ class PendingRows:
 
 
 class JobStore(AbstractContextManager["JobStore"]):
-    """A job of a file: its rows, and where their results are stored or printed. Use as a context manager.
-
-    Attributes:
-        total: number of rows; if the rows have not been scanned, the constructor reads the input once.
-        resumed: rows that had a result when the job was resumed; set by `begin`.
-        finished: whether all rows have a result and the output file is written; set by `begin`.
-        began: local time at which the job's first run began; set by `begin`.
-    """
+    """A job of a file: its rows, and where their results are stored or printed. Use as a context manager."""
 
     def __init__(self, rows: InputRows) -> None:
-        self.rows, self.total = rows, rows.scan().total
+        self.rows, self.total = rows, rows.scan().total  # this reads the input once, unless it has been scanned
+        # Set by `begin`: rows that had a result when the job was resumed; whether all have one and the output file is
+        # written; local time at which the job's first run began.
         self.resumed, self.finished, self.began = 0, False, datetime.now()
 
     @property
@@ -72,11 +67,8 @@ class JobStore(AbstractContextManager["JobStore"]):
     @abstractmethod
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
         """Return the rows to run. describe: return the job's manifest, given the manifest of the run that began the
-        job, which is empty if there was none.
-
-        Raises:
-            InvalidInput: the journal is of a job with another manifest, or the output file has been changed.
-        """
+        job, which is empty if there was none. Raise InvalidInput if the journal is of a job with another manifest, or
+        the output file has been changed."""
 
     @abstractmethod
     def take(self, result: Result) -> None:
@@ -177,10 +169,8 @@ class JournalJob(JobStore):
     """A job whose results go to a journal beside the output file. The output file is written at the end.
 
     The journal stays. If the same command is run again, it does nothing if the job is finished, writes a lost output
-    file again without computing, and runs further rows if the limit is larger. Arguments as for `open_job`.
-
-    Raises:
-        InvalidInput: another process writes this output, or the output file exists but its journal does not.
+    file again without computing, and runs further rows if the limit is larger. Arguments as for `open_job`. Raise
+    InvalidInput if another process writes this output, or the output file exists but its journal does not.
     """
 
     def __init__(
@@ -190,10 +180,8 @@ class JournalJob(JobStore):
         self._output, self._restart, self._retry, self._model = output, restart, retry, ""
         self._seen: tuple[int, ...] | None = None  # the output file when the job began
         if os.path.exists(output) and not path.exists() and not restart:
-            raise InvalidInput(
-                f"output {output} exists and would be replaced; name another output, or give --restart (restart=True in"
-                " Python) to replace it"
-            )
+            fault = f"output {output} exists and would be replaced; name another output"
+            raise InvalidInput(f"{fault}, or give --restart (restart=True in Python) to replace it")
         self.journal = Journal(path)
         if self.journal.damaged and not restart:
             again = "their rows are run again" if self.journal.manifest else "the job starts over"
@@ -254,15 +242,11 @@ class JournalJob(JobStore):
         """Raise InvalidInput if the output file, of `size` bytes, was not written by this job, or was edited since."""
         journal = self.journal
         if not journal.wrote and not journal.damaged:
-            raise InvalidInput(
-                f"output {self._output} exists, but this job has not written it; rename it, and the same"
-                " command writes the job's output"
-            )
+            fault = f"output {self._output} exists, but this job has not written it"
+            raise InvalidInput(f"{fault}; rename it, and the same command writes the job's output")
         if journal.output and size != journal.output[1] and not self._is_cut_short(journal.output[0]):
-            raise InvalidInput(
-                f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job"
-                " wrote; rename it, and the same command writes it again"
-            )
+            fault = f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job wrote"
+            raise InvalidInput(f"{fault}; rename it, and the same command writes it again")
 
     def _check_longer(self) -> None:
         """Raise InvalidInput if the output file has more rows than this job will write."""
@@ -350,16 +334,14 @@ class JournalJob(JobStore):
 def open_job(
     rows: InputRows, output: str | os.PathLike[str] | None, restart: bool = False, retry_errors: bool = False
 ) -> JobStore:
-    """Return the job of an input file, with its journal open if the output is a plain file. No model is needed.
+    """Return the job of an input file, with its journal open if the output is a plain file. No model is needed. Raise
+    InvalidInput if OpenAI batch lines share a custom_id, an argument needs a journal, another process writes this
+    output, or the output file exists but its journal does not.
 
     Args:
         output: a file, device or pipe; None is stdout.
         restart: delete the results of earlier runs.
         retry_errors: run failed rows again.
-
-    Raises:
-        InvalidInput: OpenAI batch lines share a custom_id, an argument needs a journal, another process writes this
-            output, or the output file exists but its journal does not.
     """
     with activity("reading", f"reading {rows.path}", unit="rows"):
         rows.scan()

@@ -83,9 +83,8 @@ class RowRules:
         elif self.column in own:
             raise InvalidInput(f"{cut(self.column)} is null or NaN, but it is to hold the prompt; give a text")
         else:
-            raise InvalidInput(
-                f"has no {shown(self.column)}, which is to hold the prompt; it has {bracketed(sorted(own))}"
-            )
+            fault = f"has no {shown(self.column)}, which is to hold the prompt"
+            raise InvalidInput(f"{fault}; it has {bracketed(sorted(own))}")
         others = own.keys() - {*PROMPT_KINDS, self.column, *self.columns}
         if not self.options:
             others -= _READ if isinstance(prompt.get("prompt"), str) else _READ - {TOOLS}
@@ -96,11 +95,6 @@ def with_numbers(request: dict[str, Any], given: Mapping[str, Any]) -> dict[str,
     """Return a request whose options are those of `given`: with infinities, which `request` has as None. They are
     refused as options, and null as data."""
     return request | {name: given[name] for name in request.keys() & given.keys() & OPTIONS}
-
-
-def kept_fields(own: dict[str, Any]) -> dict[str, Any]:
-    """Return a row's own fields for its output, under the names of `kept_name`."""
-    return {kept_name(name): value for name, value in own.items()}
 
 
 def kept_name(name: str, results: Iterable[str] = RESULTS) -> str:

@@ -212,12 +212,8 @@ def _prompt_ids(
     options: Mapping[str, Any],
     now: datetime,
 ) -> tuple[int, ...]:
-    """Return the token ids of a request's prompt.
-
-    Args:
-        as_message: run text as a user's message.
-        options, now: as for `chat_token_ids`.
-    """
+    """Return the token ids of a request's prompt. as_message: run text as a user's message. options, now: as for
+    `chat_token_ids`."""
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if nulls := [kind for kind in PROMPT_KINDS if kind in request and not present]:
         raise InvalidInput(f"{nulls[0]} is null or NaN, so missing; give a text, messages or token ids")
@@ -268,11 +264,7 @@ def _chat_ids(
 
 def tokenized(kind: str, tokenizer: Any, tokenize: Callable[[], Any], instead: str = "prompt_token_ids") -> Any:
     """Return what `tokenize` returns for a field. Raise InvalidInput if there is no tokenizer or it raises an error.
-
-    Args:
-        kind: name of the field.
-        instead: what to send if there is no tokenizer.
-    """
+    kind: name of the field. instead: what to send if there is no tokenizer."""
     if tokenizer is None:
         raise InvalidInput(f"the checkpoint has no tokenizer, so {kind} cannot be used; send {instead}")
     with library_faults(f"{kind} cannot be tokenised"):

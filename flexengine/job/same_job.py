@@ -58,11 +58,7 @@ def manifest_of(
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one message per compared value that differs: the input, values in the order of `now`, switches, files.
-
-    Args:
-        was: the stored manifest.
-        now: the resumed job's manifest.
-    """
+    was: the stored manifest. now: the resumed job's manifest."""
     before, after = was.get(LOSSY) or {}, now.get(LOSSY) or {}
     switches = [name for name in dict.fromkeys((*after, *before)) if before.get(name) != after.get(name)]
     # The value "cache" follows from the switch "cache", whose message is enough.

@@ -23,17 +23,15 @@ class InputScan(NamedTuple):
 def scan_of(rows: Iterator[Row], digest: Any, again: Iterable[Row], names: FieldNotes) -> InputScan:
     """Return the counts of an input.
 
-    Memory is 8 bytes for each OpenAI batch line, and more if lines share a custom_id; see `openai.duplicate_ids`.
+    Memory is 8 bytes for each OpenAI batch line, and more if lines share a custom_id; see `openai.duplicate_ids`. Raise
+    InvalidInput if OpenAI batch lines share a custom_id, the template names a field that no row has, or as for
+    iterating.
 
     Args:
         rows: all rows.
         digest: object of hashlib that has all bytes of the input when `rows` ends.
         again: the rows, as often as they are iterated.
         names: gets all rows.
-
-    Raises:
-        InvalidInput: OpenAI batch lines share a custom_id, the template names a field that no row has, or as for
-            iterating.
     """
     total, only_texts, hashes, unlimited = 0, True, array("q"), 0
     for row in rows:
@@ -49,7 +47,6 @@ def scan_of(rows: Iterator[Row], digest: Any, again: Iterable[Row], names: Field
 
         if repeated := duplicate_ids(again, hashes):
             listed = ", ".join(f"{shown(name)} (lines {first} and {second})" for name, first, second in repeated)
-            raise InvalidInput(
-                f"every custom_id must be unique, but these are found twice: {listed}; change one of each"
-            )
+            fault = f"every custom_id must be unique, but these are found twice: {listed}"
+            raise InvalidInput(f"{fault}; change one of each")
     return InputScan(total, digest.hexdigest(), only_texts, tuple(names.lines(total)), unlimited)

@@ -33,10 +33,8 @@ def load() -> Kernels:
     """Return the native kernels, or after one message the plain torch kernels if the native ones cannot be built.
 
     The choice is made once per process, also if several threads call at the same time. The environment variable
-    FLEXENGINE_KERNELS=reference selects the plain torch kernels.
-
-    Raises:
-        InvalidInput: the variable has another value than native or reference, or torch was built without oneDNN.
+    FLEXENGINE_KERNELS=reference selects the plain torch kernels. Raise InvalidInput if the variable has another value
+    than native or reference, or torch was built without oneDNN.
     """
     with _loading:
         return _load()

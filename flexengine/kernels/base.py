@@ -133,10 +133,8 @@ class Kernels(ABC):
     ) -> Tensor:  # fmt: skip
         """Return a mask of the positions whose V `decode_attention` with the same arguments reads.
 
-        Other V need not be loaded. No V is read here.
-
-        Args:
-            q, pool, tables, lengths, options, form: as in `decode_attention`. `options.topk` is a number.
+        Other V need not be loaded. No V is read here. q, pool, tables, lengths, options, form: as in
+        `decode_attention`. `options.topk` is a number.
 
         Returns:
             bool [n, kv_heads, max_pages * page_tokens]: whether any query head of the kv head uses the V at a position.
@@ -169,11 +167,8 @@ class Kernels(ABC):
 
     def pack(self, weight: Tensor, threads: int = 1) -> bool:
         """Reorder a weight [n, k] in place, so that `linear` with `packed` reads it faster. Return whether this is
-        possible; if not, the weight is unchanged. Scratch memory: 64 rows per thread.
-
-        Args:
-            weight: bf16, fp16 or fp32, contiguous.
-        """
+        possible; if not, the weight is unchanged. Scratch memory: 64 rows per thread. weight: bf16, fp16 or fp32,
+        contiguous."""
         return False
 
     @abstractmethod
@@ -246,12 +241,8 @@ class Kernels(ABC):
         return form.dequantize_rows(weight, ids)
 
     def record_vectors(self, records: Tensor, form: "RecordForm", index: int) -> Tensor:
-        """Return one vector of each record [n, form.width]: plain ones as a view, encoded ones in fp32.
-
-        Args:
-            records: uint8 [n, form.nbytes], contiguous.
-            index: of the vector, from 0 to form.vectors - 1.
-        """
+        """Return one vector of each record [n, form.width]: plain ones as a view, encoded ones in fp32. records: uint8
+        [n, form.nbytes], contiguous. index: of the vector, from 0 to form.vectors - 1."""
         return form.vectors_of(records, index)
 
     @abstractmethod
@@ -325,12 +316,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
-        """Return act(gate) * up, which may overwrite `gate`.
-
-        Args:
-            gate, up: of one shape and dtype.
-            act: one of ACTS.
-        """
+        """Return act(gate) * up, which may overwrite `gate`. gate, up: of one shape and dtype. act: one of ACTS."""
 
     @abstractmethod
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:

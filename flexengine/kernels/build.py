@@ -38,14 +38,12 @@ class BuildFailed(Exception):
 
 
 def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
-    """Return the library built from `sources`; it is compiled if the cache does not hold it.
+    """Return the library built from `sources`; it is compiled if the cache does not hold it. Raise BuildFailed if no
+    compiler could build the library.
 
     Args:
         flags: for the compiler, in addition to FLAGS.
         sources: C++ files; default: those of the kernels.
-
-    Raises:
-        BuildFailed: no compiler could build the library.
     """
     problems = []
     for command in _compilers():

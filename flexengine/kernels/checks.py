@@ -26,10 +26,8 @@ def _unfit(expected: str, **tensors: Tensor | None) -> InvalidInput:
 
 def bad_sequence(i: int, room: Room) -> InvalidInput:
     """Return the error for sequence i, whose length or page table does not fit the pool."""
-    return InvalidInput(
-        f"sequence {i}: its length must be at least 1 and within its table,"
-        f" and its pages among the pool's {room.pages} (of {room.page_tokens} tokens)"
-    )
+    fault = f"sequence {i}: its length must be at least 1 and within its table"
+    return InvalidInput(f"{fault}, and its pages among the pool's {room.pages} (of {room.page_tokens} tokens)")
 
 
 def bad_token(t: int, room: Room) -> InvalidInput:
@@ -47,10 +45,8 @@ def check_pool(pool: Tensor, form: CacheFormat | None) -> Room:
     if form is not None:
         fits = pool.dim() == 2 and pool.shape[1] == form.page_bytes and pool.is_contiguous()
         if not fits or pool.dtype != torch.uint8 or pool.storage_offset() % 2:
-            raise InvalidInput(
-                f"a KV pool in {form.bits} bits must be contiguous uint8 [n, {form.page_bytes}] at an even address,"
-                f" not {pool.dtype} {list(pool.shape)} at {pool.storage_offset()}"
-            )
+            fault = f"a KV pool in {form.bits} bits must be contiguous uint8 [n, {form.page_bytes}] at an even address"
+            raise InvalidInput(f"{fault}, not {pool.dtype} {list(pool.shape)} at {pool.storage_offset()}")
         return Room(pool.shape[0], form.kv_heads, form.page_tokens, form.dim)
     if pool.dim() != 5 or pool.shape[1] != 2 or not pool.is_contiguous() or not pool.dtype.is_floating_point:
         raise InvalidInput(
@@ -100,9 +96,8 @@ def check_decode(
     if lse.shape != (n, heads) or lse.dtype != torch.float32 or not lse.is_contiguous():
         raise _unfit(f"fp32 [{n}, {heads}], contiguous", lse=lse)
     if options.topk is not None:
-        raise InvalidInput(
-            f"topk is {options.topk}: results without all values cannot be merged; leave out topk or lse"
-        )
+        fault = f"topk is {options.topk}: results without all values cannot be merged"
+        raise InvalidInput(f"{fault}; leave out topk or lse")
     return room
 
 
@@ -121,15 +116,11 @@ def check_past(q: Tensor, k: Tensor, past: Past) -> Room:
     """Return the sizes of the pool. Raise InvalidInput if `past` does not fit q and k, or q has several prompts."""
     room = check_pool(past.pool, past.form)
     if q.shape[0] != 1 or (room.kv_heads, room.dim) != tuple(k.shape[2:]):
-        raise InvalidInput(
-            f"k {list(k.shape)} does not continue a cache of {room.kv_heads} heads of {room.dim}:"
-            f" it must be [1, S, {room.kv_heads}, {room.dim}]"
-        )
+        fault = f"k {list(k.shape)} does not continue a cache of {room.kv_heads} heads of {room.dim}"
+        raise InvalidInput(f"{fault}: it must be [1, S, {room.kv_heads}, {room.dim}]")
     if not 1 <= past.length <= past.table.numel() * room.page_tokens:
-        raise InvalidInput(
-            f"{past.length} cached tokens and {past.table.numel()} pages of {room.page_tokens} tokens do not fit:"
-            " there must be at least one token, and pages for all"
-        )
+        fault = f"{past.length} cached tokens and {past.table.numel()} pages of {room.page_tokens} tokens do not fit"
+        raise InvalidInput(f"{fault}: there must be at least one token, and pages for all")
     return room
 
 

@@ -31,10 +31,7 @@ MULTIPLIED, WIDENED_ROW = 32, 4
 
 class CudaKernels(ReferenceKernels):
     """Kernels for a GPU, see base.Kernels. Page tables are not checked, as a check would stall the GPU in every layer.
-
-    Args:
-        fused: use the Triton kernels where they apply, on a GPU or, with TRITON_INTERPRET=1, on a CPU.
-    """
+    fused: use the Triton kernels where they apply, on a GPU or, with TRITON_INTERPRET=1, on a CPU."""
 
     name = "cuda"
     narrow = True

@@ -25,12 +25,9 @@ class RecordReads:
 
 
 class Readers:
-    """Threads that read at the same time. One call at a time.
-
-    Args:
-        scratch: uint8 [threads, stride], at an address for direct I/O; the last thread is the caller's. A thread takes
-            the bytes of a gap, or a whole request that rows cannot take, to its row.
-    """
+    """Threads that read at the same time. One call at a time. scratch: uint8 [threads, stride], at an address for
+    direct I/O; the last thread is the caller's. A thread takes the bytes of a gap, or a whole request that rows cannot
+    take, to its row."""
 
     def __init__(self, library: ctypes.CDLL, scratch: Tensor) -> None:
         self._scratch, self._read = scratch, library.flex_reads

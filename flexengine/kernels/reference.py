@@ -206,12 +206,8 @@ def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, fo
 
 
 def read(pool: Tensor, pages: Tensor, form: CacheFormat | None, values: bool = True) -> Tensor:
-    """Return pages of a pool, dequantized: [*pages.shape, 2, kv_heads, page_tokens, dim].
-
-    Args:
-        pages: int64 page numbers, not checked.
-        values: False reads K alone; the 2 is then 1.
-    """
+    """Return pages of a pool, dequantized: [*pages.shape, 2, kv_heads, page_tokens, dim]. pages: int64 page numbers,
+    not checked. values: False reads K alone; the 2 is then 1."""
     parts = slice(None) if values else slice(1)
     if form is None:
         return pool[:, parts][pages]

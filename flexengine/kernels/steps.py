@@ -80,12 +80,9 @@ class RecordedSteps:
         self._slots, self._bases, self._offsets = (np.array(x, dtype=np.int64) for x in (slots, bases, offsets))
 
     def run(self, *addresses: Sequence[int]) -> None:
-        """Run the steps once for each argument, one after the other.
-
-        Args:
-            addresses: of the arguments, then of contiguous memory for the results, then of the block, at a multiple of
-                64. The arguments have the shapes, strides and dtypes of the recorded ones.
-        """
+        """Run the steps once for each argument, one after the other. addresses: of the arguments, then of contiguous
+        memory for the results, then of the block, at a multiple of 64. The arguments have the shapes, strides and
+        dtypes of the recorded ones."""
         bases = np.array(addresses, dtype=np.int64)
         if (found := self._arrays.get(len(bases))) is None:
             found = self._arrays[len(bases)] = self._repeated(len(bases))

@@ -63,10 +63,7 @@ def tiles(room: Room, heads: int, form: CacheFormat | None, q: torch.dtype, pool
 
     A single query head per kv head is summed in fp32. Several are multiplied by tl.dot: in 16 bits if q has 16 bits and
     the pool the same dtype or codes, which are then dequantized to q's dtype; else in fp32, without TF32 and so without
-    tensor cores.
-
-    Args:
-        form: format of an encoded pool; None for a plain one.
+    tensor cores. form: format of an encoded pool; None for a plain one.
     """
     known = q in FLOATS and (form is not None or pool in FLOATS)
     if not known or room.dim > WIDEST:

@@ -140,10 +140,8 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Origin:
     if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
         raise BadCheckpoint(f"{path}: tensor {name} has offsets {begin}..{end} and shape {shape[:_MAX_DIMENSIONS]}")
     if end - begin != math.prod(shape) * dtype.itemsize or base + end > size:
-        raise BadCheckpoint(
-            f"{path}: tensor {name} of shape {shape} lies at bytes {begin}..{end} of a file of {size}:"
-            f" the file is truncated or its header wrong; {AGAIN}"
-        )
+        place = f"{path}: tensor {name} of shape {shape} lies at bytes {begin}..{end} of a file of {size}"
+        raise BadCheckpoint(f"{place}: the file is truncated or its header wrong; {AGAIN}")
     return Origin((ByteRange(path, base + begin, end - begin),), dtype, shape)
 
 

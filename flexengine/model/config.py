@@ -258,14 +258,11 @@ def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
 
     kind = raw.get("model_type")
     if raw.get("auto_map") and not trust_remote_code and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
-        raise UnsupportedModel(
-            f"{path}: model type {shown(kind)} is unknown to transformers and has its own Python code,"
-            " which runs only with --trust-remote-code; read the code before you set it"
-        )
+        fault = f"{path}: model type {shown(kind)} is unknown to transformers and has its own Python code"
+        raise UnsupportedModel(f"{fault}, which runs only with --trust-remote-code; read the code before you set it")
     if "configuration_files" in raw:
-        raise UnsupportedModel(
-            f"{path} refers to other config files (configuration_files); remove that entry and use one config.json"
-        )
+        fault = f"{path} refers to other config files (configuration_files)"
+        raise UnsupportedModel(f"{fault}; remove that entry and use one config.json")
     if kernel := next((part[key] for part in parts(raw) for key in _KERNELS if "/" in str(part.get(key))), None):
         raise UnsupportedModel(f"{path} needs the downloaded kernel {shown(kernel)}; remove that entry")
 

@@ -48,10 +48,8 @@ def set_links(directory: Path, allowed: bool) -> None:
     """Allow the links that are in a model directory now to lead outside of it, or forbid them again.
 
     Only these links, to their present targets, are allowed: names in an index must still be plain file names, and a
-    link that is made or changed later is refused.
-
-    Args:
-        allowed: False forbids links that an earlier call for this directory allowed.
+    link that is made or changed later is refused. allowed: False forbids links that an earlier call for this directory
+    allowed.
     """
     root = directory.absolute()
     for link in [link for link in _allowed if link.is_relative_to(root)]:
@@ -79,10 +77,8 @@ def regular_file(file: Path, directory: Path | None = None) -> Path:
         raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}; {AGAIN}") from error
     allowed = root.parent.parent if is_snapshot(root) else root
     if not target.is_relative_to(allowed) and _allowed.get(file.absolute()) != target:
-        raise BadCheckpoint(
-            f"{file} is a link to {target}, outside {allowed}; put the file itself into the directory,"
-            " or give --allow-symlinks if you trust the link"
-        )
+        fault = f"{file} is a link to {target}, outside {allowed}; put the file itself into the directory"
+        raise BadCheckpoint(f"{fault}, or give --allow-symlinks if you trust the link")
     if not stat.S_ISREG(kind):
         kinds = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
         name = next((name for test, name in kinds.items() if test(kind)), "a device")

@@ -135,19 +135,13 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class PausingLayer(nn.Module):
-    """A decoder layer that pauses before it computes.
-
-    Attributes:
-        index: number of the layer. A layer with a negative number returns its input (layer_range.py).
-        outputs: length of the tuple that a layer with a negative number returns; None for a tensor.
-        native: computes the layer, and layers after it, by native kernels; None if modules compute it.
-    """
+    """A decoder layer that pauses before it computes. One with a negative number returns its input (layer_range.py)."""
 
     def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
         self.layer, self.index = layer, index
-        self.outputs: int | None = None
-        self.native: Any = None
+        self.outputs: int | None = None  # length of the tuple that is returned for a negative number; None: a tensor
+        self.native: Any = None  # computes the layer, and layers after it, by native kernels; None if modules do
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -254,12 +248,7 @@ class Inputs:
 
 
 class Pass(greenlet.greenlet):  # type: ignore[misc]
-    """The greenlet of a forward pass.
-
-    Attributes:
-        paged: attention of the next layer, and of layers after it, which need not pause at attention. They differ in
-            nothing but `pool`. If it is empty, the next layer must pause at attention.
-    """
+    """The greenlet of a forward pass."""
 
     inputs: Inputs  # of the pass, for modules that do not get them (adapters.py)
     queries_first = False  # whether it also pauses at queries (queries.py)
@@ -267,6 +256,8 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     # Output of the query projection, from the first to the second run of an attention module.
     queries: Tensor | None = None
     block: Tensor | None = None  # output of a feed-forward block of records, until the block's last module returns it
+    # Attention of the next layer, and of layers after it, which need not pause at attention. They differ in nothing but
+    # `pool`. If it is empty, the next layer must pause at attention.
     paged: Sequence[PagedAttention] = ()
     computed = 0  # number of the layer after the last one that calls of kernels (native/layer.py) have computed
     output: Tensor | None = None  # output of this layer before; None if modules compute it

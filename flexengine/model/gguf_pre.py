@@ -123,16 +123,12 @@ def byte_level(path: Path, values: Mapping[str, Any]) -> Any:
 
     name = values.get("tokenizer.ggml.pre")
     if name is None:
-        message(
-            f"{path} does not name its pre-tokenizer (tokenizer.ggml.pre): llama.cpp's default is used, which may split"
-            " numbers and spaces differently than the model learned; take a file that was made after April 2024",
-            logging.WARNING,
-        )
+        text = f"{path} does not name its pre-tokenizer (tokenizer.ggml.pre): llama.cpp's default is used"
+        effect = "which may split numbers and spaces differently than the model learned"
+        message(f"{text}, {effect}; take a file that was made after April 2024", logging.WARNING)
     if (patterns := PATTERNS.get(name or "default")) is None:
-        raise UnsupportedModel(
-            f"{path} splits text by the pre-tokenizer {shown(name)} (tokenizer.ggml.pre), which is not known;"
-            " take the model's safetensors checkpoint, which holds its tokenizer"
-        )
+        fault = f"{path} splits text by the pre-tokenizer {shown(name)} (tokenizer.ggml.pre), which is not known"
+        raise UnsupportedModel(f"{fault}; take the model's safetensors checkpoint, which holds its tokenizer")
     texts, kinds = values["tokenizer.ggml.tokens"], values.get("tokenizer.ggml.token_type") or ()
     ids = {key: values.get(f"tokenizer.ggml.{key}_token_id") for key in (*_SPECIAL, *_ENDS)}
     control = {number for number, kind in enumerate(kinds) if kind == _CONTROL}

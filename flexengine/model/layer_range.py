@@ -28,10 +28,8 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
     count = len(skeleton.layers)
     numbers: Any = layers if isinstance(layers, tuple) and len(layers) == 2 else ()
     if not numbers or any(type(n) is not int for n in numbers) or not 0 <= numbers[0] < numbers[1] <= count:
-        raise InvalidInput(
-            f"layers is {layers!r}; it must be (first, last + 1) with 0 <= first <= last < {count}, as"
-            f" {skeleton.name} has {count} layers"
-        )
+        fault = f"layers is {layers!r}; it must be (first, last + 1) with 0 <= first <= last < {count}"
+        raise InvalidInput(f"{fault}, as {skeleton.name} has {count} layers")
     first, end = numbers
     modules = pausing_layers(skeleton.model)
     failed = f"{skeleton.name}: a trial pass through layers {first} to {end - 1} alone failed"
@@ -66,9 +64,7 @@ def _refuse_leaks(skeleton: Skeleton) -> None:
                 continue
             values = [event.hidden] if isinstance(event, Layer) else event
             if any(isinstance(x, Tensor) and x.requires_grad for x in values):
-                raise UnsupportedModel(
-                    f"{skeleton.name}: its layers read values of the embedding beside hidden states,"
-                    " so it can be run only as a whole"
-                )
+                fault = f"{skeleton.name}: its layers read values of the embedding beside hidden states"
+                raise UnsupportedModel(f"{fault}, so it can be run only as a whole")
             if isinstance(event, Layer) and event.index == len(skeleton.layers):
                 return

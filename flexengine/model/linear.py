@@ -75,24 +75,18 @@ class Product:
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear computed by a Product.
+    """nn.Linear computed by a Product."""
 
-    Attributes:
-        product: matrix product of the model.
-        forms: format of each encoded parameter, by name.
-        packed: whether the kernels have reordered the weight, see base.Kernels.pack.
-    """
-
-    product: Product
-    forms: Mapping[str, Form] = {}
-    packed = False
+    product: Product  # of the model
+    forms: Mapping[str, Form] = {}  # of each encoded parameter, by name
+    packed = False  # whether the kernels have reordered the weight, see base.Kernels.pack
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input, self.weight, self.bias, self.forms.get("weight"), self.packed)
 
 
 class FastConv1D(Conv1D):  # type: ignore[misc]
-    """GPT-2's linear layer, whose weight is [in, out], computed by a Product. Attributes are as in FastLinear."""
+    """GPT-2's linear layer, whose weight is [in, out], computed by a Product."""
 
     product: Product
     forms: Mapping[str, Form] = {}

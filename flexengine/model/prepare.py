@@ -213,10 +213,8 @@ def prepared(
         if name in map(Path, files) or not (name.is_relative_to(root) or root.is_relative_to(name)):
             raise BadCheckpoint(f"{source} cannot be read: {error}") from error
         done = "encoded or calibrated" if what else "converted"
-        raise InvalidInput(
-            f"{source} must be {done} once, but {root} cannot be written: {error};"
-            " set FLEXENGINE_CACHE to a directory that can be written, and has room"
-        ) from error
+        fault = f"{source} must be {done} once, but {root} cannot be written: {error}"
+        raise InvalidInput(f"{fault}; set FLEXENGINE_CACHE to a directory that can be written, and has room") from error
     if verifier:
         verifier.prepared(final)
     return final

@@ -312,11 +312,8 @@ class Scores:
 
     def add(self, logits: Tensor, row: int, token: int) -> None:
         """Add the logits of some positions and tokens. Of equal logits the lowest token counts as the likeliest.
-
-        Args:
-            logits: [n, tokens], of positions row .. row + n - 1 and tokens token .. token + tokens - 1. Parts of one
-                position come in rising order of tokens.
-        """
+        logits: [n, tokens], of positions row .. row + n - 1 and tokens token .. token + tokens - 1. Parts of one
+        position come in rising order of tokens."""
         rows = slice(row, row + logits.shape[0])
         logits = logits.float()
         top, index = logits.max(-1)

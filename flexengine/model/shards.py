@@ -61,18 +61,13 @@ def check_finite(name: str, tensor: Tensor, where: str = "") -> None:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint in another format.
+    """A tensor of a checkpoint in another format."""
 
-    Attributes:
-        file: the file that holds it, for messages.
-        pieces: its elements in order, in contiguous CPU tensors of its dtype, which are read once and in turn.
-    """
-
-    file: Path
+    file: Path  # that holds it, for messages
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: Iterable[Tensor]
+    pieces: Iterable[Tensor]  # elements in order, in contiguous CPU tensors of the dtype, read once and in turn
 
     @property
     def nbytes(self) -> int:

@@ -202,26 +202,20 @@ def download_model(model: str, trust_remote_code: bool, online: bool) -> Path:
     except Exception as error:  # network, authorisation, unknown id, disk: one message for all
         cause = silent or error
         if not online:
-            raise ModelNotFound(
-                f"{model} is no path, and not all of it is in the hub's cache; check the id, or run"
-                " the model once, which downloads it"
-            ) from cause
+            fault = f"{model} is no path, and not all of it is in the hub's cache"
+            raise ModelNotFound(f"{fault}; check the id, or run the model once, which downloads it") from cause
         reason = " ".join(str(cause).split())[:300]
-        raise ModelNotFound(
-            f"{model} is neither here nor could it be downloaded from the hub ({type(cause).__name__}: {reason});"
-            " check the id and the network, or download it elsewhere and give its directory"
-        ) from cause
+        fault = f"{model} is neither here nor could it be downloaded from the hub ({type(cause).__name__}: {reason})"
+        remedy = "check the id and the network, or download it elsewhere and give its directory"
+        raise ModelNotFound(f"{fault}; {remedy}") from cause
     if not any(path.glob("*.safetensors")):
         raise ModelNotFound(f"hub model {model} has no safetensors files; download it yourself and give its directory")
     return path
 
 
 def named_layers(model: str | None) -> int | None:
-    """Return the number of layers, read without torch and transformers; None if no local files name it plainly.
-
-    Args:
-        model: a model directory, a .gguf file or a hub id; None for the demo model.
-    """
+    """Return the number of layers, read without torch and transformers; None if no local files name it plainly. model:
+    a model directory, a .gguf file or a hub id; None for the demo model."""
     from flexengine.model.gguf_header import read_header
 
     try:

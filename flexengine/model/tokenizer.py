@@ -127,10 +127,8 @@ def unapplied(directory: Path) -> str:
     listed = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
     penalty = found.get("repetition_penalty")
     remedy = f"; --repetition-penalty {penalty} applies that one"
-    return (
-        f"{path} has {listed}, which generate of transformers applies and this engine does not, so tokens may"
-        f" differ{remedy if penalty else ''}"
-    )
+    fault = f"{path} has {listed}, which generate of transformers applies and this engine does not"
+    return f"{fault}, so tokens may differ{remedy if penalty else ''}"
 
 
 def opening(tokenizer: Any) -> list[int]:
@@ -151,14 +149,11 @@ def excerpts(
     tokenizer: Any, name: str, text: str, rows: int, tokens: int, use: str, remedy: str
 ) -> list[tuple[int, ...]]:
     """Return the token ids of `rows` excerpts of a text, at even distances. Each has as many tokens as given, of which
-    the first are the tokenizer's `opening`.
+    the first are the tokenizer's `opening`. Raise InvalidInput if there is no tokenizer, or the text is too short.
 
     Args:
         tokenizer: None if the checkpoint has none.
         name, use, remedy: for messages, such as "a.txt", "8 rows of 64 take" and "give a longer text".
-
-    Raises:
-        InvalidInput: there is no tokenizer, or the text is too short.
     """
     if tokenizer is None:
         raise InvalidInput("the checkpoint has no tokenizer, so it cannot read text; put its tokenizer files beside it")

@@ -47,20 +47,12 @@ class NoSums(InvalidInput):
 
 
 class Verifier:
-    """Comparison of files with their checksums.
-
-    Attributes:
-        files: number of files verified.
-        bytes: bytes of the files verified.
-        seconds: time spent so far.
-
-    Args:
-        on_fault: called with the path of each file that is missing, differs or is not listed, and the reason; the
-            comparison then continues. None raises BadCheckpoint instead.
+    """Comparison of files with their checksums. on_fault: called with the path of each file that is missing, differs or
+    is not listed, and the reason; the comparison then continues. None raises BadCheckpoint instead.
     """
 
     def __init__(self, on_fault: Callable[[Path, str], None] | None = None) -> None:
-        self.files, self.bytes, self.seconds = 0, 0, 0.0
+        self.files, self.bytes, self.seconds = 0, 0, 0.0  # verified, and the time spent so far
         self._on_fault = on_fault
 
     def directory(self, directory: Path) -> None:
@@ -74,20 +66,16 @@ class Verifier:
             with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
                 self._verify(directory, read, read_sums(directory / SUMS))
         else:
-            raise NoSums(
-                f"there are no checksums to verify {directory} with; as long as it is known to be good,"
-                f" make them: cd {quote(str(directory))} && {_RECIPE}"
-            )
+            fault = f"there are no checksums to verify {directory} with; as long as it is known to be good, make them"
+            raise NoSums(f"{fault}: cd {quote(str(directory))} && {_RECIPE}")
 
     def gguf(self, file: Path) -> None:
         """Verify a GGUF file by FILE.sha256 or SHA256SUMS beside it, its blob's name or its package. Raise NoSums, or
         BadCheckpoint if the file differs."""
         if (known := _gguf_sum(file)) is None:
             name = quote(file.name)
-            raise NoSums(
-                f"there is no checksum to verify {file} with; as long as it is known to be good, make one:"
-                f" cd {quote(str(file.parent))} && sha256sum {name} > {name}.sha256"
-            )
+            fault = f"there is no checksum to verify {file} with; as long as it is known to be good, make one"
+            raise NoSums(f"{fault}: cd {quote(str(file.parent))} && sha256sum {name} > {name}.sha256")
         digest, says = known
         with _remedy("get it again"):
             self._compare({file: digest}, None, says, count=1)

@@ -128,16 +128,12 @@ class Executor:
         perform: does the work of a task, in the thread of the task's lane.
         lane_kind: kind of the lanes; see `new_lane`.
         notes: get the times of every task that has ended.
-
-    Attributes:
-        times: seconds of the tasks that have ended.
-        watchdog: reports tasks that last.
-        stopped: set by any thread to begin no further task, also if the executor is entered again.
     """
 
     def __init__(self, perform: Callable[[Task], None], lane_kind: str, *notes: Note) -> None:
         self.perform, self.kind = perform, lane_kind
-        self.times, self.watchdog, self.stopped = TaskTimes(notes), Watchdog(), threading.Event()
+        self.times, self.watchdog = TaskTimes(notes), Watchdog()  # seconds of ended tasks; reports of tasks that last
+        self.stopped = threading.Event()  # set by any thread to begin no further task, also if it is entered again
         self.lanes: dict[str, LaneRunner] = {}
         self.edges: Edges[Done] = Edges()
         self._ended = False
@@ -174,10 +170,7 @@ class Executor:
 
     def run(self, program: Iterable[Task]) -> None:
         """Submit a program. Return when all tasks but weight loads have ended: the loads may serve the next sweep.
-
-        Raises:
-            TaskFailed: the first error of a task.
-        """
+        Raise TaskFailed for the first error of a task."""
         pending: list[tuple[Task, Done]] = []
         with self.watchdog.watching(self.times):
             for task in program:
@@ -221,13 +214,8 @@ _ON_GPU = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "S
 
 
 class Shortage(Exception):
-    """A job ran out of memory in a tier.
-
-    Attributes:
-        tier: device, host, or an attention worker.
-        what: data or computation that needed the memory.
-        needed: bytes requested; 0 if the error does not state them.
-    """
+    """A job ran out of memory in a tier: device, host, or an attention worker. what: data or computation that needed
+    the memory. needed: bytes requested; 0 if the error does not state them."""
 
     def __init__(self, tier: str, what: str, needed: int = 0) -> None:
         self.tier, self.what, self.needed = tier, what, needed

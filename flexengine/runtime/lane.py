@@ -15,17 +15,12 @@ from flexengine.places import lane_of
 
 
 class Mark:
-    """A point in time on a lane whose work ends before its call returns.
+    """A point in time on a lane whose work ends before its call returns."""
 
-    Attributes:
-        seconds: a time of time.perf_counter; read it only when `passed` is true.
-        passed: whether the lane has reached this point.
-    """
-
-    passed = True
+    passed = True  # whether the lane has reached this point
 
     def __init__(self) -> None:
-        self.seconds = time.perf_counter()
+        self.seconds = time.perf_counter()  # read it only when `passed` is true
 
 
 class StreamMark(Mark):
@@ -69,17 +64,12 @@ class StreamMark(Mark):
 
 
 class Done:
-    """Completion of a task.
-
-    Attributes:
-        error: error of the task or of a task it waited for; None if there was none.
-        event: torch.cuda.Event on a Stream lane, whose work may still run on the GPU after `ended`; else None.
-    """
+    """Completion of a task."""
 
     def __init__(self) -> None:
         self._flag = threading.Event()
-        self.error: BaseException | None = None
-        self.event: Any = None
+        self.error: BaseException | None = None  # of the task or of a task it waited for
+        self.event: Any = None  # torch.cuda.Event on a Stream lane: its work may still run on the GPU after `ended`
 
     def set(self, error: BaseException | None = None) -> None:
         """Mark the task as ended, with its error if there was one."""

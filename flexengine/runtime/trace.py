@@ -23,21 +23,13 @@ Row = list[Any]  # lane, name, began and end in seconds since 1970, arguments: J
 
 
 class Trace:
-    """Spans of tasks, which `write` writes to a file.
-
-    Attributes:
-        path: path of the file; None if another process writes the spans.
-        spans: (task, began, end) in seconds of time.perf_counter.
-        others: rows of other processes by name; see `rows`.
-
-    Raises:
-        InvalidInput: the constructor cannot open the file for writing.
-    """
+    """Spans of tasks, which `write` writes to a file. Raise InvalidInput if the constructor cannot open the file for
+    writing. path: of the file; None if another process writes the spans."""
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = None if path is None else Path(path)
-        self.spans: list[tuple[Task, float, float]] = []
-        self.others: dict[str, list[Row]] = {}
+        self.spans: list[tuple[Task, float, float]] = []  # (task, began, end) in seconds of time.perf_counter
+        self.others: dict[str, list[Row]] = {}  # rows of other processes by name; see `rows`
         try:
             if self.path is not None:
                 with self.path.open("a"):
@@ -96,14 +88,11 @@ class TaskTimes:
     """Sums the seconds of tasks by lane, and passes the tasks to `notes`.
 
     On a CUDA stream a task lasts from when the stream comes to it until the GPU has done it, not while it is queued.
-
-    Attributes:
-        busy: seconds of work by lane, of the tasks counted so far. Reads of resident weights, which occur once, have
-            the key LOADING.
     """
 
     def __init__(self, notes: Iterable[Note]) -> None:
         self._notes = tuple(notes)
+        # Seconds of work by lane, of the tasks counted so far; LOADING is reads of resident weights, which occur once.
         self.busy: dict[str, float] = {}
         self._marks: deque[tuple[Task, Mark, Mark]] = deque()  # begin and end of the tasks that `busy` lacks
 

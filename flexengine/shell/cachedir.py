@@ -129,11 +129,8 @@ def opened(name: str | Path, flags: int = 0, place: int | None = None) -> Iterat
 
 
 def contents(root: Path) -> Contents:
-    """Return the items of a cache directory; none if it does not exist.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Return the items of a cache directory; none if it does not exist. Raise OSError if the directory cannot be
+    read."""
     found = Contents(root)
     try:
         with opened(root, os.O_DIRECTORY) as top:

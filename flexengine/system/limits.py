@@ -16,11 +16,8 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of RAM this process can still take: free RAM, or less if its cgroups have less left.
-
-    Args:
-        root: directory that holds proc/ and sys/.
-    """
+    """Return the bytes of RAM this process can still take: free RAM, or less if its cgroups have less left. root:
+    directory that holds proc/ and sys/."""
     free: int = psutil.virtual_memory().available
     return min([free, *(limit - used for limit, used in cgroup_memory(root))])
 
@@ -103,11 +100,8 @@ def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> tuple[i
 
 
 def usable_disk(directory: Path) -> int:
-    """Return the free bytes, more than 0, of the file system where `directory` is or would be made.
-
-    Raises:
-        InvalidInput: no file can be written there; the message gives the reason.
-    """
+    """Return the free bytes, more than 0, of the file system where `directory` is or would be made. Raise InvalidInput
+    if no file can be written there; the message gives the reason."""
     here = nearest(directory)
     try:
         if not here.is_dir() or not os.access(here, os.W_OK):

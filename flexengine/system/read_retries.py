@@ -15,15 +15,13 @@ log = logging.getLogger(__name__)
 
 
 def patiently(read: Callable[[], int], path: Path, offset: int) -> int:
-    """Return what `read` returns. Call it again after each of PAUSES while it fails with EIO.
+    """Return what `read` returns. Call it again after each of PAUSES while it fails with EIO. Raise OSError if the last
+    read failed, or one failed with another error. The message names file and byte.
 
     Args:
         read: reads the file at `offset`.
         path: the file, for messages.
         offset: byte of the file, for messages.
-
-    Raises:
-        OSError: the last read failed, or one failed with another error. The message names file and byte.
     """
     for pause in PAUSES:
         try:
@@ -40,11 +38,7 @@ def patiently(read: Callable[[], int], path: Path, offset: int) -> int:
 
 
 def located(error: OSError, doing: str, path: Path, offset: int) -> OSError:
-    """Return the error with file and byte added to its message.
-
-    Args:
-        doing: what failed, such as "reading".
-    """
+    """Return the error with file and byte added to its message. doing: what failed, such as "reading"."""
     return OSError(error.errno, f"{error.strerror} ({doing} byte {offset:,})", str(path))
 
 

@@ -42,20 +42,13 @@ class Region:
 
 
 class Ledger:
-    """Reservations in one memory. All methods are thread-safe.
-
-    Attributes:
-        name: name of the memory, for messages.
-        capacity: bytes that can be reserved; None for no limit.
-        used: bytes reserved now.
-        peak: largest `used` since the start or the last `restart_peak`, in bytes.
-        entries: bytes reserved now, by purpose.
-    """
+    """Reservations in one memory. All methods are thread-safe. name: of the memory, for messages. capacity: bytes that
+    can be reserved; None for no limit."""
 
     def __init__(self, name: str, capacity: int | None = None) -> None:
         self.name, self.capacity = name, capacity
-        self.used = self.peak = 0
-        self.entries: dict[str, int] = {}
+        self.used = self.peak = 0  # bytes reserved now, and most since the start or the last `restart_peak`
+        self.entries: dict[str, int] = {}  # bytes reserved now, by purpose
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int, what: str) -> None:
@@ -117,15 +110,13 @@ class Tier(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
-        """Reserve aligned(nbytes) bytes in the ledger and allocate them; their contents are undefined.
+        """Reserve aligned(nbytes) bytes in the ledger and allocate them; their contents are undefined. Raise
+        OutOfMemory if the ledger or the system has too few bytes left.
 
         Args:
             nbytes: size of the region, in bytes.
             what: purpose, for the ledger and for errors.
             dtype: dtype of the elements that the region will hold.
-
-        Raises:
-            OutOfMemory: the ledger or the system has too few bytes left.
         """
 
     @abstractmethod
@@ -175,15 +166,13 @@ class Tier(ABC):
             self.store(source, region)
 
     def put(self, source: torch.Tensor, region: Region, rows: torch.Tensor) -> None:
-        """Copy source[i] to row rows[i] of the region, which consists of rows of as many bytes as source[i] has.
+        """Copy source[i] to row rows[i] of the region, which consists of rows of as many bytes as source[i] has. Raise
+        TypeError if the tier is a disk, whose regions are not tensors.
 
         Args:
             source: [n, elements], contiguous; of any dtype, on any device.
             region: a region of any size; bytes after its last whole row are not written.
             rows: int64 [n], row numbers, in RAM.
-
-        Raises:
-            TypeError: the tier is a disk, whose regions are not tensors.
         """
         width = source.shape[1] * source.element_size()
         whole = Region(region.place, region.start, region.nbytes // width * width, source.dtype)
@@ -204,11 +193,8 @@ class Tier(ABC):
         raise TypeError(f"{self.name} is not a disk; only a disk tier holds checkpoint files")
 
     def renew(self) -> None:
-        """Replace lost memory of another process by new memory. Regions stay, with undefined contents.
-
-        Raises:
-            TypeError: the tier has memory of its own.
-        """
+        """Replace lost memory of another process by new memory. Regions stay, with undefined contents. Raise TypeError
+        if the tier has memory of its own."""
         raise TypeError(f"tier {self.name} is not in another process")
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to close

@@ -48,21 +48,17 @@ class DiskTier(Tier):
     """Checkpoint files by offset, and a spill file under `directory` that vanishes with the process.
 
     The spill file never has a name (O_TMPFILE) or loses its name right after it was opened, so no file remains however
-    the process ends.
-
-    Attributes:
-        directory: directory of the spill file; it is made if it is missing.
-        way: selects direct or cached reads for checkpoint files.
-        readers: threads that do long reads at the same time, by whether these are direct. With few cores one sequential
-            reader of the page cache is fastest, as the kernel reads ahead for it; with many, one thread cannot take
-            what a fast disk or the page cache gives. Of direct reads two are under way also with few cores, so that the
-            disk has work while one of the threads wakes up: layers of 101 MB took 37 instead of 41 ms beside products.
+    the process ends. Its directory is made if it is missing. `way` selects direct or cached reads for checkpoint files.
     """
 
     def __init__(
         self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None, readers: int | None = None
     ) -> None:
         self.name, self.ledger, self.directory, self.way = name, ledger, directory, way or FasterWay()
+        # Threads that do long reads at the same time, by whether these are direct. With few cores one sequential reader
+        # of the page cache is fastest, as the kernel reads ahead for it; with many, one thread cannot take what a fast
+        # disk or the page cache gives. Of direct reads two are under way also with few cores, so that the disk has work
+        # while one of the threads wakes up: layers of 101 MB took 37 instead of 41 ms beside products.
         most = readers or max(1, min(READERS, int(usable_cores()) // CORES))
         self.readers = {False: most, True: readers or max(DIRECT_READERS, most)}
         self._files: dict[Path, File] = {}
@@ -277,11 +273,8 @@ class DiskTier(Tier):
         return file.direct is not None and (file is self._spill or self.way.direct)
 
     def _read(self, file: File, targets: Sequence[memoryview], low: int, needed: int, direct: bool) -> None:
-        """Fill buffers from byte `low` of the file on, and drop the bytes of a user's file from the page cache.
-
-        Raises:
-            BadCheckpoint: the file ends before byte `needed`.
-        """
+        """Fill buffers from byte `low` of the file on, and drop the bytes of a user's file from the page cache. Raise
+        BadCheckpoint if the file ends before byte `needed`."""
         got = read_fully(file, targets, low, direct)
         if got < needed - low:
             missing = needed - low - got

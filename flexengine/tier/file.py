@@ -18,18 +18,12 @@ _NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems without di
 
 
 class File:
-    """A file that is opened twice, for reads through the page cache and for direct I/O.
-
-    Attributes:
-        path: for messages.
-        cached: file descriptor for I/O through the page cache.
-        direct: file descriptor for direct I/O, None if the file system has no direct I/O.
-    """
+    """A file that is opened twice, for reads through the page cache and for direct I/O. path: also for messages."""
 
     def __init__(self, path: str | Path, flags: int) -> None:
         self.path = Path(path)
         self.cached = os.open(path, flags, 0o600)
-        self.direct: int | None = None
+        self.direct: int | None = None  # if the file system has no direct I/O
         try:
             self.direct = os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -89,10 +83,8 @@ def _after(parts: list[memoryview], nbytes: int) -> list[memoryview]:
 def write_fully(file: File, sources: Sequence[memoryview], offset: int) -> None:
     """Write all sources one after the other, by direct I/O if the file system supports it; short writes are continued.
 
-    Writes are not retried: after an error the kernel may have discarded dirty pages.
-
-    Raises:
-        OSError: a write failed; the message names the file and the byte.
+    Writes are not retried: after an error the kernel may have discarded dirty pages. Raise OSError if a write failed;
+    the message names the file and the byte.
     """
     left = list(sources)
     while left:
@@ -114,10 +106,6 @@ class FasterWay:
     cores (which respond late to interrupts) and 2.1 GB/s while both cores computed; cached reads gave 2.4 and 1.8 GB/s.
     So each way gets LEARN turns of TURN bytes, then the faster way is used. After REVIEW turns the slower way gets one
     turn, and if it is still slower, again after twice as many, up to SELDOM.
-
-    Attributes:
-        direct: whether the next reads are direct.
-        held: whether `direct` stays fixed; `note` then only measures.
     """
 
     TURN = 256 << 20  # bytes; readahead reaches its full rate after tens of MB
@@ -125,7 +113,8 @@ class FasterWay:
     BUSY = 0.8  # share of the elapsed time
 
     def __init__(self) -> None:
-        self.direct, self.held = True, False
+        self.direct = True  # whether the next reads are direct
+        self.held = False  # whether `direct` stays fixed; `note` then only measures
         self._rates: dict[bool, float] = {}
         self._turns: defaultdict[bool, int] = defaultdict(int)
         self._bytes, self._seconds, self._since = 0, 0.0, -1.0

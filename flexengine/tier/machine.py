@@ -164,6 +164,8 @@ def make_machine(
     """Return the machine to run on.
 
     A first offload directory that cannot be used is no error here, as most plans need none: see `Machine.no_offload`.
+    Raise InvalidInput if the kind is unknown or has no device here, or a size does not apply to the kind or exceeds the
+    memory of this machine, or a further offload directory cannot be used.
 
     Args:
         kind: one of KINDS; auto takes cuda if there is a CUDA GPU, else cpu.
@@ -174,10 +176,6 @@ def make_machine(
         sharing: engines that share RAM and disks of this machine. Each takes its part of what is free.
         processes: processes that share its GPUs.
         workers: tiers of the attention workers.
-
-    Raises:
-        InvalidInput: the kind is unknown or has no device here, or a size does not apply to the kind or exceeds the
-            memory of this machine, or a further offload directory cannot be used.
     """
     if kind not in KINDS:
         raise InvalidInput(f"device is {shown(kind)}; it must be one of {', '.join(KINDS)}")
@@ -233,14 +231,12 @@ def resolved(kind: str) -> str:
 
 
 def _disk_sizes(directories: Sequence[Path], first: int, sharing: int) -> list[int]:
-    """Return the bytes of each offload directory. Directories on one file system share its free bytes.
+    """Return the bytes of each offload directory. Directories on one file system share its free bytes. Raise
+    InvalidInput if there are too many, one is given twice, or one after the first cannot be used.
 
     Args:
         first: free bytes of the first one; NO_DISK if it cannot be used.
         sharing: processes that share each directory.
-
-    Raises:
-        InvalidInput: there are too many, one is given twice, or one after the first cannot be used.
     """
     if len(directories) > MOST_DISKS:
         raise InvalidInput(f"--offload-dir is given {len(directories)} times; give it at most {MOST_DISKS} times")
@@ -271,10 +267,8 @@ def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None, gpu: i
         sizes.append(("--device-mem and --host-mem together", (device_mem or 0) + (host_mem or 0), ram))
     for option, given, (most, where) in sizes:
         if given > most:
-            raise InvalidInput(
-                f"{option}: {size_within(given)} are given, but {where} has {size_within(most, up=False)}; give at"
-                " most that (flexengine plan --hardware FILE plans for other machines)"
-            )
+            fault = f"{option}: {size_within(given)} are given, but {where} has {size_within(most, up=False)}"
+            raise InvalidInput(f"{fault}; give at most that (flexengine plan --hardware FILE plans for other machines)")
 
 
 def _ram_and_disk(ram_limit: int | None, offload_dir: Path, sharing: int, taken: int) -> tuple[int, int, str]:

@@ -59,11 +59,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def mapped(nbytes: int, huge: bool | None = None) -> torch.Tensor:
-    """Return uint8 [nbytes] in a mapping of its own; nbytes is not 0.
-
-    Args:
-        huge: use huge pages; None uses them unless `reports_free_pages`.
-    """
+    """Return uint8 [nbytes] in a mapping of its own; nbytes is not 0. huge: use huge pages; None uses them unless
+    `reports_free_pages`."""
     huge = not reports_free_pages() if huge is None else huge
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     room = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive

@@ -328,9 +328,9 @@ def test_texts_instead_of_messages_name_what_runs_them():
     fault = error_of({"messages": "Hello"})
     assert "messages is 'Hello'; it must be an array of messages that is not empty, such as" in fault
     option = "--template '{messages}' (template='{messages}' of run_job in Python), with --chat (engine.chat in Python)"
-    assert fault.endswith(f"; to run a text, give {option} for a user's message")
+    assert fault.endswith(f"; for a text, send prompt, or give {option} for a user's message")
     fault = error_of({"messages": ["Hello", "you"]})
-    assert "messages[0] is 'Hello'; it must be an object with role and content; to run texts, give each" in fault
+    assert "messages[0] is 'Hello'; it must be an object with role and content; for texts, give each" in fault
     assert fault.endswith("its own row, as prompt, with --chat (engine.chat in Python) for a user's message")
     for messages in ([], {"role": "user"}, ["Hello", 5], [{"role": "user", "content": ""}]):
         assert "--chat" not in error_of({"messages": messages})

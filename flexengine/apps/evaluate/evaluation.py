@@ -62,14 +62,13 @@ def evaluate(
     restarted: Callable[[], None] | None = None,
 ) -> Evaluation:  # fmt: skip
     """Run all scenarios with each run, one run at a time, and return the results. A finished run is not run again.
+    Raise InvalidInput if no row can be run, or the folder holds jobs of other scenarios or models, or of another
+    process.
 
     Args:
         folder: folder of the evaluation; files of jobs are in its folder JOBS.
         resamples: draws of the bootstrap, which gives the intervals.
         restarted: delete the results of earlier calls before the first run, and call this then; None keeps them.
-
-    Raises:
-        InvalidInput: no row can be run, or the folder holds jobs of other scenarios or models, or of another process.
     """
     rows = [row for built in scenarios for row in rows_of(built)]  # those of one scenario share their shots
     if not rows:

@@ -55,9 +55,8 @@ def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: FieldLines) 
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            raise InvalidInput(
-                f"{origin.file}, line {line}: a field's name is {_NODES[key.id]}; allowed are {', '.join(rules)}"
-            )
+            wrong = f"{origin.file}, line {line}: a field's name is {_NODES[key.id]}"
+            raise InvalidInput(f"{wrong}; allowed are {', '.join(rules)}")
         name = str(key.value)
         full = f"{prefix}{name}"
         origin.lines[full] = line

@@ -59,10 +59,8 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
     try:
         ray.init(address, log_to_driver=verbose, logging_level=logging.WARNING if verbose else logging.ERROR, **more)
     except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
-        raise InvalidInput(
-            f"--ray is {address}, which cannot be joined: {_line(error)}; this machine must belong to the"
-            " cluster: give auto for the Ray that runs here, or local to start one"
-        ) from error
+        wrong = f"--ray is {address}, which cannot be joined: {_line(error)}; this machine must belong to the cluster"
+        raise InvalidInput(f"{wrong}: give auto for the Ray that runs here, or local to start one") from error
     finally:
         for number, handler in own.items():  # ray.init sets a handler of its own
             signal.signal(number, handler)
@@ -80,10 +78,9 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise InvalidInput(
-            f"--ray is {address}, where nothing answers ({error.strerror or error}); give the address"
-            " that `ray start` printed, auto for the Ray on this machine, or local to start one"
-        ) from error
+        fault = f"--ray is {address}, where nothing answers ({error.strerror or error})"
+        remedy = "give the address that `ray start` printed, auto for the Ray on this machine, or local to start one"
+        raise InvalidInput(f"{fault}; {remedy}") from error
 
 
 def _machine(node: Any) -> FleetMachine:

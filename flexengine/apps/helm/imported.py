@@ -69,9 +69,8 @@ class ImportedRunner(Runner):  # type: ignore[misc]
         """Run with the results in the run's STATE. Raise ExecutorError if there are none."""
         path = Path(self._get_run_path(run_spec)) / STATE
         if not path.exists():
-            raise ExecutorError(
-                f"There is no {path}: call helm-run with --dry-run, then flexengine helm export, run and import."
-            )
+            fault = f"There is no {path}"
+            raise ExecutorError(f"{fault}: call helm-run with --dry-run, then flexengine helm export, run and import.")
         states = json.loads(path.read_text(encoding="utf-8"))["request_states"]
         found = {digest_of(each["request"]): each["result"] for each in states if "result" in each}
         if not found:

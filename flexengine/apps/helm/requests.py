@@ -29,7 +29,8 @@ _REFUSED = ("embedding", "multimodal_prompt", "image_generation_parameters", "re
 
 
 class Encoding:
-    """How the requests of a deployment are converted.
+    """How the requests of a deployment are converted. Raise InvalidInput if there is no tokenizer, or no chat template
+    though one is to be applied.
 
     Args:
         apply_chat_template: write prompts as a user's message, with the model's chat template. None applies the
@@ -38,9 +39,6 @@ class Encoding:
             tokenizer's end-of-sequence token.
         model_logprobs: generated tokens have the model's own log probabilities at temperature 0, too; else these are 0,
             as with HELM's HuggingFaceClient, which gives those of the distribution that it samples from.
-
-    Raises:
-        InvalidInput: there is no tokenizer, or no chat template though one is to be applied.
     """
 
     def __init__(
@@ -164,10 +162,8 @@ def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Enco
     computed no log probabilities, and the result needs them.
 
     Texts, tokens and log probabilities are those of HELM's own HuggingFaceClient. There are no times: the time of a
-    single request in a batch is not defined, and an interrupted job gives the same bytes.
-
-    Args:
-        encoding: the encoding with which the row of the input was made.
+    single request in a batch is not defined, and an interrupted job gives the same bytes. encoding: the encoding with
+    which the row of the input was made.
     """
     if row["error"] is not None:
         return {"success": False, "embedding": [], "completions": [], "cached": False, "error": row["error"]}

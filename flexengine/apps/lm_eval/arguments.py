@@ -104,9 +104,8 @@ def generation_of(given: Mapping[str, Any], end_token: int | None) -> tuple[Samp
     for name, value in some.items():
         if name not in ALLOWED and _NEUTRAL.get(name) != value:
             only = f"; {name} must be {shown(_NEUTRAL[name])}" if name in _NEUTRAL else ""
-            raise InvalidInput(
-                f"gen_kwargs has {name} {shown(value)}, which is not supported{only}; it may have {', '.join(ALLOWED)}"
-            )
+            fault = f"gen_kwargs has {name} {shown(value)}, which is not supported{only}"
+            raise InvalidInput(f"{fault}; it may have {', '.join(ALLOWED)}")
     try:
         normal: dict[str, Any] = dict(normalize_gen_kwargs(some, MAX_GEN_TOKS))
     except (TypeError, ValueError) as error:
@@ -115,9 +114,8 @@ def generation_of(given: Mapping[str, Any], end_token: int | None) -> tuple[Samp
         raise InvalidInput(f"gen_kwargs has max_gen_toks {normal['max_gen_toks']}; at least 1 token must be generated")
     temperature = float(normal.get("temperature", 0.0))
     if normal["do_sample"] and temperature == 0:
-        raise InvalidInput(
-            "gen_kwargs has do_sample true and no temperature; set a temperature above 0, or do_sample false"
-        )
+        fault = "gen_kwargs has do_sample true and no temperature"
+        raise InvalidInput(f"{fault}; set a temperature above 0, or do_sample false")
     until = list(normal["until"])
     if wrong := [text for text in until if not isinstance(text, str) or not text]:
         must = "it must be text of at least one character, or a list of such texts"

@@ -295,9 +295,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
 def _check(failed: Sequence[Result], total: int) -> None:
     """Raise FlexError if requests failed. The others are in the harness's cache, if there is one."""
     if failed:
-        raise FlexError(
-            f"{len(failed)} of {total} requests could not be computed; request {failed[0].index}: {failed[0].error}"
-        )
+        fault = f"{len(failed)} of {total} requests could not be computed"
+        raise FlexError(f"{fault}; request {failed[0].index}: {failed[0].error}")
 
 
 def check_cache(stored: MutableMapping[str, Any], engine: Engine, options: dict[str, Any]) -> None:

@@ -148,12 +148,9 @@ def _glue(question: str) -> str:
 
 def shot_count(spec: Spec, available: int, left_out: int) -> int:
     """Return the number of shots. Raise InvalidInput if --shots is larger than the number of examples, or there are
-    none where they are wanted or needed.
-
-    Args:
-        left_out: most examples in the row of one question, which NEAREST leaves out; 0 if examples stand in no row of a
-            question. Else examples would be predicted and compared, so the default takes at most half of them.
-    """
+    none where they are wanted or needed. left_out: most examples in the row of one question, which NEAREST leaves out;
+    0 if examples stand in no row of a question. Else examples would be predicted and compared, so the default takes at
+    most half of them."""
     if spec.shots is None:
         count = min(DEFAULT_SHOTS, available // 2 if left_out and spec.picks != NEAREST else available)
         if count == 0 and (spec.pick or spec.examples):

@@ -149,10 +149,8 @@ def described(metrics: Metrics) -> list[str]:
     if "yes_rows" in metrics:
         rows += f", {metrics['yes_rows']} of them Yes"
         garbage = "neither Yes nor No"
-        counted = (
-            f"counted as not Yes, so {metrics['lost_yes_rows']} on Yes rows lower recall and F1, precision leaves them"
-            " out, and accuracy counts them as wrong"
-        )
+        counted = f"counted as not Yes, so {metrics['lost_yes_rows']} on Yes rows lower recall and F1"
+        counted += ", precision leaves them out, and accuracy counts them as wrong"
     lines = [f"{_values(metrics)} ({rows})"]
     kinds = {garbage: metrics["garbage"], "failed": metrics["failed"]}
     lost = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
@@ -226,16 +224,14 @@ def prepare(plan: WranglePlan, output: str, restart: bool = False, retry_errors:
 
 
 def finish(plan: WranglePlan, output: str) -> tuple[dict[str, Any], str | None]:
-    """Write the table with predictions from the results of the job, and return the summary.
+    """Write the table with predictions from the results of the job, and return the summary. Raise InvalidInput if
+    another program wrote the output while the job ran.
 
     Returns:
         The summary as JSON values: questions with an answer (predicted), rows that cannot be read and questions without
         an answer (failed), generated answers that are empty, and that reached the most tokens (cut), the number of each
         Yes or No answer (for tasks with such answers), and metrics, None without labels. And why the first row of the
         table that failed has no answer; None if no row failed.
-
-    Raises:
-        InvalidInput: another program wrote the output while the job ran.
     """
     answers = _answers(plan, output)
     columns = _columns(plan, answers)

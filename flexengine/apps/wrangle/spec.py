@@ -86,9 +86,8 @@ def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any
     used: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in given.items()}
     for name, value in used.items():
         if task not in (takers := _TAKEN_BY.get(name, TASKS)):
-            raise InvalidInput(
-                f"{_option(name)} has no effect on {task}; it is for {' and '.join(takers)}; leave it out"
-            )
+            wrong = f"{_option(name)} has no effect on {task}"
+            raise InvalidInput(f"{wrong}; it is for {' and '.join(takers)}; leave it out")
         if name in _LEAST and value < _LEAST[name]:
             raise InvalidInput(f"{_option(name)} is {value}; it must be at least {_LEAST[name]}")
     spec = Spec(task, tables, **used)

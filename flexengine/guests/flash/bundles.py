@@ -110,21 +110,15 @@ def _what(works: Sequence["_Layer"]) -> str:
 
 def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = "") -> RecordForm:
     """Return the format of a block's records. Raise InvalidInput if it would round the weights to another dtype.
-
-    Args:
-        stored: location of each parameter in the checkpoint.
-        kind: as for `prepare_bundles`.
-    """
+    stored: location of each parameter in the checkpoint. kind: as for `prepare_bundles`."""
     dtype = stored[block.first].dtype
     for name in block.weights:
         dtype = torch.promote_types(dtype, stored[name].dtype)
     name = str(dtype).removeprefix("torch.")
     form = RecordForm(kind or name, block.width, bool(block.up))
     if kind in PLAIN and torch.promote_types(dtype, PLAIN[kind]) != PLAIN[kind]:
-        raise InvalidInput(
-            f"bundles of kind {kind} would round {block.first}, whose numbers are {name}; choose"
-            f" {', '.join(k for k in (name, *CODED))}"
-        )
+        fault = f"bundles of kind {kind} would round {block.first}, whose numbers are {name}"
+        raise InvalidInput(f"{fault}; choose {', '.join(k for k in (name, *CODED))}")
     return form
 
 
@@ -200,10 +194,8 @@ def _write(directory: Path, works: Sequence[_Layer]) -> None:
     sizes = {work.name: (work.bundle(directory).nbytes,) for work in missing}
     read, total = sum(work.stored_bytes for work in missing), sum(size for (size,) in sizes.values())
     check_room(directory, "bundles", total)
-    text = (
-        f"bundling the neurons of {len(missing)} layers, once for this model and format ({size(read)} become"
-        f" {size(total)})"
-    )
+    sums = f"{size(read)} become {size(total)}"
+    text = f"bundling the neurons of {len(missing)} layers, once for this model and format ({sums})"
     pieces = (piece for work in missing for piece in work.pieces())
     with (
         activity("bundling", text, read, "B", logging.INFO),

@@ -149,10 +149,7 @@ class ExpertBlock:
 
     def guess(self, hidden: Tensor) -> None:
         """Begin to read the experts that this layer's router chooses for the input of the experts of a layer before.
-
-        Args:
-            hidden: [tokens, hidden].
-        """
+        hidden: [tokens, hidden]."""
         if self.layer.router is None:
             return
         named = dict.fromkeys(self.layer.router.choose(hidden).T.flatten().tolist())  # all tokens' first choices first

@@ -148,11 +148,7 @@ def _block(module: nn.Module, linears: dict[str, str], layer: dict[str, ParamRef
 @torch.no_grad()
 def _computes(parent: nn.Module, names: tuple[str, str, str], act: nn.Module) -> bool:
     """Return whether a module computes a feed-forward block from its linear modules and its activation function, and
-    nothing else, such as a factor. A small copy of it is tried.
-
-    Args:
-        names: of the linear modules, as in _NAMES.
-    """
+    nothing else, such as a factor. A small copy of it is tried. names: of the linear modules, as in _NAMES."""
     generator = torch.Generator().manual_seed(0)
 
     def linear(width: int, out: int) -> nn.Linear:

@@ -181,15 +181,11 @@ class FlashModel:
     def _experts_refused(self, lossy: Lossy) -> str | None:
         name = self.model.source.name
         if lossy.flash != ORACLE:
-            return (
-                f"flash is {lossy.flash!r}, but the routers of {name} choose its experts exactly, so that nothing is to"
-                f" be predicted; let flash be {ORACLE}"
-            )
+            fault = f"flash is {lossy.flash!r}, but the routers of {name} choose its experts exactly"
+            return f"{fault}, so that nothing is to be predicted; let flash be {ORACLE}"
         if lossy.coded is not None or not lossy.decided:
-            return (
-                f"flash reads the experts of {name} as the checkpoint has them, so weights cannot be encoded; leave"
-                " weights and compute out, or leave flash out"
-            )
+            fault = f"flash reads the experts of {name} as the checkpoint has them, so weights cannot be encoded"
+            return f"{fault}; leave weights and compute out, or leave flash out"
         return None
 
     def _not_sparsified(self, lossy: Lossy) -> str | None:
@@ -202,10 +198,8 @@ class FlashModel:
                 " it knows (such as mixtures of experts, and blocks with a fused first matrix); leave sparsify out"
             )
         if relu := next((block for block in self.feed_forward if block and block.relu), None):
-            return (
-                f"{given}, but activations of {name} are exactly 0 already for many neurons: its activation function"
-                f" is {relu.activation}; leave sparsify out"
-            )
+            fault = f"{given}, but activations of {name} are exactly 0 already for many neurons"
+            return f"{fault}: its activation function is {relu.activation}; leave sparsify out"
         return None
 
     def _not_sparse(self, lossy: Lossy) -> str | None:
@@ -215,10 +209,8 @@ class FlashModel:
         if experts and (not sparse or lossy.flash == ORACLE) and (reason := self._experts_refused(lossy)):
             return reason
         if sparse and lossy.compute is not None:
-            return (
-                f"compute is {lossy.compute!r} with flash, whose neurons are multiplied as they are stored; leave out"
-                " one of them"
-            )
+            fault = f"compute is {lossy.compute!r} with flash, whose neurons are multiplied as they are stored"
+            return f"{fault}; leave out one of them"
         if sparse or experts:
             return None
         name = self.model.source.name

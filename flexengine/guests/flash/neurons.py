@@ -82,10 +82,7 @@ class Arena:
 
     def fetch(self, neurons: IntArray) -> Fetch:
         """Make room for the neurons of the next token, or of a batch of tokens. Return those that must be read.
-
-        Args:
-            neurons: numbers, rising, without repeats; not more than there is room for.
-        """
+        neurons: numbers, rising, without repeats; not more than there is room for."""
         rows = self._row_of[neurons]
         missing = neurons[rows < 0]
         inside = rows[rows >= 0]
@@ -244,11 +241,8 @@ class NeuronBlock:
 
 
 class JobBlocks(ABC):
-    """Blocks of a job whose weights are read on demand, with their memory.
-
-    Raises:
-        OutOfMemory: a tier has less memory than the layout books.
-    """
+    """Blocks of a job whose weights are read on demand, with their memory. Raise OutOfMemory if a tier has less memory
+    than the layout books."""
 
     def __init__(self, opened: OpenModel, layout: Layout, machine: Machine, disk: DemandReads) -> None:
         self._opened, self._layout, self._machine, self._disk = opened, layout, machine, disk

@@ -203,10 +203,8 @@ def load(directory: Path, checkpoint: str, blocks: Blocks, layers: slice = slice
     content, file = _content(directory), directory / TENSORS
     nbytes, digest = _size_and_digest(file)
     if content["checkpoint"] != checkpoint:
-        raise InvalidInput(
-            f"the predictors in {directory} were trained for another checkpoint, or its files have"
-            " changed since; train them for this one: flexengine flash train MODEL"
-        )
+        fault = f"the predictors in {directory} were trained for another checkpoint, or its files have changed since"
+        raise InvalidInput(f"{fault}; train them for this one: flexengine flash train MODEL")
     if digest != content["tensors_sha256"]:
         raise _damaged(file, f"is not the file that was written ({nbytes:,} bytes): it is truncated or damaged")
     tensors = load_file(file)
@@ -220,10 +218,8 @@ def load(directory: Path, checkpoint: str, blocks: Blocks, layers: slice = slice
     shapes = [None if layer is None else (layer.predictor.neurons, layer.predictor.width) for layer in found]
     expected = [(b.neurons, b.width) if b is not None and b.sparse else None for b in blocks]
     if shapes != expected:
-        raise InvalidInput(
-            f"the predictors in {directory} have (neurons, width) {shapes} by layer, but the model has"
-            f" {expected}; they are of another model: flexengine flash train MODEL"
-        )
+        fault = f"the predictors in {directory} have (neurons, width) {shapes} by layer, but the model has {expected}"
+        raise InvalidInput(f"{fault}; they are of another model: flexengine flash train MODEL")
     return Trained(found, content["about"], directory, _digest(content))
 
 
@@ -249,9 +245,8 @@ def _size_and_digest(path: Path) -> tuple[int, str]:
 
 def _damaged(path: Path, what: str) -> BadCheckpoint:
     key = path.parent.name[:8]  # the name of the directory for `flexengine cache`
-    return BadCheckpoint(
-        f"{path} {what}; remove it with flexengine cache clear {key}, and train again: flexengine flash train MODEL"
-    )
+    fault = f"{path} {what}; remove it with flexengine cache clear {key}, and train again"
+    return BadCheckpoint(f"{fault}: flexengine flash train MODEL")
 
 
 def _content(directory: Path) -> dict[str, Any]:

@@ -52,14 +52,12 @@ def requests(numbers: np.ndarray, nbytes: int, gap: int = GAP, most: int = MOST)
 
 
 class RecordReader:
-    """Context manager that holds the files of bundles open, and the threads that read them.
+    """Context manager that holds the files of bundles open, and the threads that read them. Raise BadCheckpoint if a
+    file is missing, or has another size than its records.
 
     Args:
         threads: requests in flight, at most, with the caller's.
         gap: see `requests`.
-
-    Raises:
-        BadCheckpoint: a file is missing, or has another size than its records.
     """
 
     def __init__(self, bundles: Iterable[Bundle], threads: int = THREADS, gap: int = GAP) -> None:
@@ -138,9 +136,8 @@ class RecordReader:
 def _check(bundle: Bundle, numbers: Tensor, target: Tensor, places: Tensor) -> None:
     """Raise ValueError if a record or a row does not exist: it would be read to memory of others."""
     if target.dtype != torch.uint8 or target.shape[1:] != (bundle.form.nbytes,) or not target.is_contiguous():
-        raise ValueError(
-            f"rows must be contiguous uint8 [n, {bundle.form.nbytes}], not {target.dtype} {list(target.shape)}"
-        )
+        fault = f"rows must be contiguous uint8 [n, {bundle.form.nbytes}]"
+        raise ValueError(f"{fault}, not {target.dtype} {list(target.shape)}")
     if not (numbers.dtype == places.dtype == torch.int64 and numbers.shape == places.shape and numbers.dim() == 1):
         raise ValueError("numbers and places must be int64 [n] both")
     if not len(numbers):
@@ -182,10 +179,8 @@ class _BundleFile:
         return fd, self.align, rows.data_ptr() % self.align == 0 and rows.shape[1] % self.align == 0
 
     def read(self, records: RecordReads, request: int, buffer: Tensor) -> None:
-        """Read one request to `buffer`, and copy the records to their rows.
-
-        Args:
-            buffer: uint8 [n], at a multiple of ALIGN, of at least the bytes of the request and 2 * ALIGN.
+        """Read one request to `buffer`, and copy the records to their rows. buffer: uint8 [n], at a multiple of ALIGN,
+        of at least the bytes of the request and 2 * ALIGN.
 
         Raises:
             BadCheckpoint: the file is too short.

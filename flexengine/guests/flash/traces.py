@@ -108,14 +108,11 @@ class TraceRecorder:
     """Records the blocks of an engine's model. Every stretch must be computed as one piece."""
 
     def __init__(self, blocks: Sequence[FeedForward], stretches: Sequence[tuple[int, ...]], folder: Path) -> None:
-        """Check that the disk has room.
+        """Check that the disk has room. Raise OutOfMemory if the files are to be on disk, and it has too little room.
 
         Args:
             stretches: token ids of each stretch, all of one length and different from each other.
             folder: directory of the unnamed files.
-
-        Raises:
-            OutOfMemory: the files are to be on disk, and it has too little room.
         """
         self._blocks, self._tokens, self._count = blocks, len(stretches[0]), len(stretches)
         self._numbers = {_key(torch.tensor(ids)): number for number, ids in enumerate(stretches)}

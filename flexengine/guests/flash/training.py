@@ -49,11 +49,7 @@ _FLOOR = 1e-3  # least standard deviation of an input, relative to that of all i
 
 @dataclass(frozen=True)
 class Settings:
-    """How predictors are trained.
-
-    Raises:
-        InvalidInput: a number is out of range.
-    """
+    """How predictors are trained. Raise InvalidInput if a number is out of range."""
 
     # Share of the active neurons that may be predicted inactive; each layer's threshold is chosen for it.
     misses: Annotated[float, Limit(math.ulp(0.0), MAX_MISSES), f"above 0 and at most {MAX_MISSES}"] = 0.05
@@ -215,16 +211,14 @@ class TrainingText:
 
 
 def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: int) -> TrainingText:
-    """Return the stretches of a text, spread evenly over it.
+    """Return the stretches of a text, spread evenly over it. Raise InvalidInput if there is no tokenizer, or the text
+    is too short.
 
     Args:
         name: of the text, for messages.
         tokenizer: None if the checkpoint has none.
         context: most tokens of a sequence; None if there is no limit.
         tokens: of all stretches together.
-
-    Raises:
-        InvalidInput: there is no tokenizer, or the text is too short.
     """
     length = min(STRETCH + 1, context or STRETCH + 1)  # with the token that is not computed
     count = tokens // (length - 1)
@@ -246,10 +240,8 @@ def sparse_blocks(core: Core) -> tuple[FeedForward | None, ...]:
     """Return the block of each layer that has a sparse one, else None. Raise UnsupportedModel if no layer has one."""
     found = core.opened.flash.feed_forward
     if not any(found):
-        raise UnsupportedModel(
-            f"{core.source.name} has no feed-forward block that flash mode knows, with one row of a"
-            " matrix for each neuron"
-        )
+        fault = f"{core.source.name} has no feed-forward block that flash mode knows"
+        raise UnsupportedModel(f"{fault}, with one row of a matrix for each neuron")
     if not any(block.sparse for block in found if block):
         names = sorted({block.activation for block in found if block})
         raise UnsupportedModel(

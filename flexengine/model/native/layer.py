@@ -167,10 +167,8 @@ class NativeLayer:
         return type(getattr(*self.parts.act)).__name__
 
     def __call__(self, hidden: Tensor, positions: Any) -> tuple[int, Tensor]:
-        """Compute the layer, and layers after it if this can be done in the same call.
-
-        Args:
-            hidden, positions: as in `usable`.
+        """Compute the layer, and layers after it if this can be done in the same call. hidden, positions: as in
+        `usable`.
 
         Returns:
             The number of layers, and the output of the last one, [1, tokens, hidden].

@@ -32,12 +32,9 @@ class Interrupts:
 
     A signal that was ignored when the process started (nohup) stays ignored. Outside the main thread signals are not
     handled.
-
-    Attributes:
-        until_exit: whether the handlers stay after the block, as the process ends then; see `end_with_process`.
     """
 
-    until_exit = False
+    until_exit = False  # whether the handlers stay after the block, as the process ends then; see `end_with_process`
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}

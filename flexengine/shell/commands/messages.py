@@ -132,11 +132,7 @@ class RowNotes:
 
 
 def last_line(job: "JobStore", output: str | None, summary: dict[str, Any]) -> str:
-    """Return the result of a run in one line.
-
-    Args:
-        summary: the engine's summary; empty if no row remained to be run.
-    """
+    """Return the result of a run in one line. summary: the engine's summary; empty if no row remained to be run."""
     if summary:
         all_runs = f"; {job.done + job.failed} of {job.total} rows with those of earlier runs" if job.resumed else ""
         all_runs += f" ({job.failed} with errors)" if job.resumed and job.failed else ""

@@ -38,12 +38,8 @@ _WORDS = (
 
 
 def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raise InvalidInput if one of these options has another value than its default.
-
-    Args:
-        names: attributes of the options.
-        why: rest of the message, after the name of the option.
-    """
+    """Raise InvalidInput if one of these options has another value than its default. names: attributes of the options.
+    why: rest of the message, after the name of the option."""
     if name := next((name for name in names if name in args.changed), None):
         raise InvalidInput(f"{args.changed[name]} {why}")
 

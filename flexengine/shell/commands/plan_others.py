@@ -66,12 +66,8 @@ def check_cluster(args: argparse.Namespace) -> None:
 
 
 def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespace, OpenModel], Workload]") -> None:
-    """Plan a pipeline, print the report, and write the strategy. Raise FlexError if no plan fits.
-
-    Args:
-        args: options, after `check_cluster`.
-        workload: returns the rows of the job.
-    """
+    """Plan a pipeline, print the report, and write the strategy. Raise FlexError if no plan fits. args: options, after
+    `check_cluster`. workload: returns the rows of the job."""
     formats = _formats(args)
     cluster = file.load(shipped.find_file("clusters", args.cluster), lambda name: shipped.find_file("hardware", name))
     load_libraries()
@@ -219,10 +215,8 @@ def _totals(sent: int, fetched: int, found: "Slices", opened: "OpenModel") -> It
     facts, count = opened.facts, len(found.cuts)
     padded = (facts.sent + facts.fetched) * count
     if padded != sent + fetched:
-        yield (
-            f"  flexengine pads {facts.heads} heads and {facts.kv_heads} KV heads of every layer to"
-            f" {facts.head_dim} elements, and moves {padded:,} bytes"
-        )
+        to_width = f"{facts.heads} heads and {facts.kv_heads} KV heads of every layer to {facts.head_dim} elements"
+        yield f"  flexengine pads {to_width}, and moves {padded:,} bytes"
     kept = max(sum(part.nbytes for part in cut.kept) for cut in found.cuts)
     yield f"Kept while attention runs: at most {kept:,} bytes per token"
     if tables := Counter((part.name, part.nbytes) for part in found.tables):

@@ -121,14 +121,12 @@ def read(path: str | None, rows: int, tokens: int) -> SampleText:
 
 
 def stretches(text: SampleText, tokenizer: Any, context: int | None) -> list[tuple[int, ...]]:
-    """Return the token ids of the stretches of a text.
+    """Return the token ids of the stretches of a text. Raise InvalidInput if there is no tokenizer, or the text or the
+    context is too short.
 
     Args:
         tokenizer: None if the checkpoint has none.
         context: most tokens of a sequence; None if there is no limit.
-
-    Raises:
-        InvalidInput: there is no tokenizer, or the text or the context is too short.
     """
     if context is not None and text.tokens > context:
         raise InvalidInput(f"--tokens is {text.tokens}; the model's context is {context} tokens; give at most these")

@@ -30,7 +30,9 @@ def asked(
     calibrate: str | None = None,
     budget: str | None = None,
 ) -> list[Lossy]:
-    """Return the choices to measure: each given value of a switch alone, or all values if none is given.
+    """Return the choices to measure: each given value of a switch alone, or all values if none is given. Raise
+    InvalidInput for `together` with fewer than two switches, `calibrate` without a choice that has a use for it, or one
+    of `budget` and weights `mixed` without the other.
 
     Args:
         given: values by switch.
@@ -38,10 +40,6 @@ def asked(
         calibrate: a calibration text. Every choice whose weights are fitted is added again with calibration; weights
             `mixed` are always calibrated, and `sparsify` finds its thresholds on this text.
         budget: budget of weights `mixed`.
-
-    Raises:
-        InvalidInput: `together` with fewer than two switches, `calibrate` without a choice that has a use for it, or
-            one of `budget` and weights `mixed` without the other.
     """
     some: dict[str, Iterable[Any]] = {name: values for name in ALL if (values := given.get(name))}
     if together and len(some) < 2:

@@ -10,11 +10,8 @@ if TYPE_CHECKING:
 
 
 def harm_of(engine: "Engine") -> dict[str, Any]:
-    """Return the content of a file of harm (docs/cluster.md), measured unless the cache has it.
-
-    Args:
-        engine: an engine of the model whose weights are fitted to a calibration text.
-    """
+    """Return the content of a file of harm (docs/cluster.md), measured unless the cache has it. engine: an engine of
+    the model whose weights are fitted to a calibration text."""
     from flexengine.guests.harms import measured, variance  # imported here, as they import torch
 
     core, calibrator = engine.core, engine.calibrator

@@ -164,12 +164,8 @@ def as_json(found: Found, helps: Sequence[Help] = ()) -> dict[str, Any]:
 
 
 def cluster_helps(found: Found, limits: Limits) -> list[Help]:
-    """Return the changes that make the job at least 3 % shorter, the best first.
-
-    Args:
-        found: the plan.
-        limits: of the plan's search; each change is planned in at most SECONDS.
-    """
+    """Return the changes that make the job at least 3 % shorter, the best first. found: the plan. limits: of the plan's
+    search; each change is planned in at most SECONDS."""
     brief = replace(limits, seconds=min(SECONDS, limits.seconds), gap=max(GAP, limits.gap))
     made = []
     for label, task in _changes(found.plan):

@@ -65,11 +65,8 @@ def span(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Poli
 
 
 def spans(wins: Callable[[int], bool | None]) -> Iterator[PromptRange]:
-    """Yield the lengths for which a condition holds: found at powers of two, their ends by bisection.
-
-    Args:
-        wins: the condition at a length; None beyond the last length that can be asked.
-    """
+    """Yield the lengths for which a condition holds: found at powers of two, their ends by bisection. wins: the
+    condition at a length; None beyond the last length that can be asked."""
     first, low, before, length = 0, 0, False, SHORTEST
     while length <= LONGEST and (after := wins(length)) is not None:
         if after != before:

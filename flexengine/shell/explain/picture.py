@@ -24,15 +24,12 @@ Memory = tuple[str, dict[str, int], int | None]  # name, bytes by purpose, capac
 def plot(
     prediction: Prediction, hardware: Hardware, path: str | Path, title: str = "", frontier: Sequence[Prediction] = ()
 ) -> None:
-    """Write the plot as a PNG file.
+    """Write the plot as a PNG file. Raise InvalidInput if `check` fails, or the file cannot be written.
 
     Args:
         path: file name, which must end with .png.
         title: above the plot, "" for the machine's name.
         frontier: predictions by rising latency; () leaves out this panel.
-
-    Raises:
-        InvalidInput: `check` fails, or the file cannot be written.
     """
     check(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg

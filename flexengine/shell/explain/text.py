@@ -320,11 +320,8 @@ def compare(entries: Sequence[tuple[str, Prediction | FlexError]], hardware: Har
 
 
 def frontier_text(predictions: Sequence[Prediction], rows: int = MAX_FRONTIER_LINES) -> str:
-    """Return a table of predictions: latency, tok/s, block, mean sequences alive, splits.
-
-    Args:
-        rows: most lines. Of more predictions, lines in equal steps and the last one are shown.
-    """
+    """Return a table of predictions: latency, tok/s, block, mean sequences alive, splits. rows: most lines. Of more
+    predictions, lines in equal steps and the last one are shown."""
     step = -(-(len(predictions) - 1) // max(1, rows - 1)) or 1
     shown = [p for i, p in enumerate(predictions) if i % step == 0 or i == len(predictions) - 1]
 

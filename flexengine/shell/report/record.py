@@ -93,9 +93,7 @@ def line(sweep: int, prefill: bool, tasks: Sequence[tuple[Task, float, float]], 
     """Return the time line of a sweep; None if no task of it was recorded.
 
     The sweep lasts from the first to the last of the tasks other than weight loads, which may run ahead of their sweep.
-
-    Args:
-        tasks: (task, began, end) of the sweep. Tasks of its neighbours may be among them if they are weight loads.
+    tasks: (task, began, end) of the sweep. Tasks of its neighbours may be among them if they are weight loads.
     """
     own = [(began, end) for task, began, end in tasks if task.op is not Op.LOAD_WEIGHT]
     if not own:
@@ -228,14 +226,10 @@ class Bucket:
 
 
 class SweepRates:
-    """Tokens and seconds of all sweeps, in at most MOST_BUCKETS buckets of equally many sweeps.
-
-    Attributes:
-        buckets: in order; the last one may have fewer sweeps.
-    """
+    """Tokens and seconds of all sweeps, in at most MOST_BUCKETS buckets of equally many sweeps."""
 
     def __init__(self, most: int = MOST_BUCKETS) -> None:
-        self.buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []  # in order; the last one may have fewer sweeps
         self._most, self._sweeps = most, 1
 
     def add(self, sweep: Bucket) -> None:
@@ -280,16 +274,11 @@ class ErrorKind:
 
 
 class ErrorCounts:
-    """Counts of rows' errors by kind. Messages that differ only in numbers and quoted text are of one kind.
-
-    Attributes:
-        kinds: by pattern, in the order of their first rows; at most MOST_KINDS.
-        others: rows with errors of further kinds.
-    """
+    """Counts of rows' errors by kind. Messages that differ only in numbers and quoted text are of one kind."""
 
     def __init__(self) -> None:
-        self.kinds: dict[str, ErrorKind] = {}
-        self.others = 0
+        self.kinds: dict[str, ErrorKind] = {}  # by pattern, in the order of their first rows; at most MOST_KINDS
+        self.others = 0  # rows with errors of further kinds
 
     def add(self, row: int, message: str) -> None:
         """Add a row's error."""

@@ -41,7 +41,7 @@ def check(path: str) -> None:
 
 
 class ReportRecorder:
-    """Recorder of a job, which writes the page. Use as a context manager around the job.
+    """Recorder of a job, which writes the page of its `record`. Use as a context manager around the job.
 
     A page that cannot be written or drawn does not stop the job: `say` gets the reason, each reason once.
 
@@ -50,9 +50,6 @@ class ReportRecorder:
         command: words of the command that runs the job.
         rows: counts of the job's rows.
         say: called with messages.
-
-    Attributes:
-        record: what the page shows.
     """
 
     def __init__(self, path: str, command: Sequence[str], rows: JobStore, say: Callable[[str], None]) -> None:
