@@ -55,6 +55,9 @@ CASES = (
 @contextmanager
 def local_ray() -> Iterator[str]:
     """Start a Ray on this machine. Yield its address."""
+    from flexengine.apps.fleet import guard
+
+    guard.prepare(guard.LOCAL)
     import ray
 
     # Paths of sockets have at most 107 bytes, so the directory has a short name.

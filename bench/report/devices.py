@@ -9,7 +9,7 @@ from bench.report.lines import RESULTS, records, short, table
 
 Row = tuple[str, str, str, str]  # run, figures, results, day
 COMMANDS = ("python -m bench.pipeline", "python -m bench.workers --out workers.jsonl",
-            "python -m bench.workers.strangers --out workers.jsonl",
+            "python -m bench.workers.siege --out workers.jsonl",
             "chrt -f 10 python -m bench.stagger --out stagger.jsonl", "python -m bench.fleet",
             "python -m bench.cluster --out cluster.jsonl", "python -m bench.loader --out loader.jsonl")  # fmt: skip
 
@@ -77,10 +77,15 @@ def _workers(folder: Path) -> Iterator[Row]:
         yield (f"SIGKILL of one of {line['case']['workers']} attention workers, at random moments",
                f"{line['kills']} kills in {line['runs']} runs", _tokens(line), line["time"][:10])  # fmt: skip
     if line := found.get("strangers"):
-        yield (f"{line['case']['connections']:,} connections without the secret to an attention worker",
-               f"{line['visits']} engines came in meanwhile, after {short(line['slowest_visit'])} s at most; the worker"
-               f" grew by {line['grown_bytes'] / 1e6:.0f} MB", "all is well" if line["good"] else "faults",
-               line["time"][:10])  # fmt: skip
+        stages = line["of_stages"]
+        staged = sum(stages["sent"].values()) - stages["sent"].get("refused", 0)
+        yield (f"{sum(line['sent'].values()):,} connections without the secret to an attention worker, and"
+               f" {staged:,} to stages, on 2 machines (network namespaces)",
+               f"{line['visits']} engines came in meanwhile, after {short(line['slowest_visit'])} s at most; jobs took"
+               f" {short(line['seconds_attacked'])} s, {short(line['seconds_quiet'])} s without strangers; the worker"
+               f" grew by {line['grown_bytes'] / 1e6:.0f} MB, a stage by {stages['grown_bytes'] / 1e6:.0f} MB; a"
+               f" connection got at most {max(line['got'], stages['got'])} bytes",
+               "tokens equal" if line["good"] else "faults", line["time"][:10])  # fmt: skip
     yield from _queries_first(folder)
 
 

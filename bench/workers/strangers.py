@@ -1,101 +1,195 @@
-"""Programs without the secret against an attention worker and against stages that wait for one another.
+"""Programs without the secret, and an engine with it, in processes that `siege` starts.
 
-python -m bench.workers.strangers [--connections 10000] [--seed 0] [--out FILE]
-
-As root, in a network namespace of its own, so that nothing else is reached. Connections send nothing, random bytes,
-requests of other protocols, wrong proofs, or headers that announce much; up to OPEN of them stay open. Meanwhile an
-engine with the secret connects to the worker again and again, and at the end the second stage joins. Good if all of
-these come in, the worker and the stage live, and the worker's peak of RAM grows by less than its budget.
+python -m bench.workers.strangers attack HOST PORT COUNT SEED
+python -m bench.workers.strangers visit HOST:PORT
 """
 
-import argparse
-import os
+import json
 import random
 import resource
-import secrets
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
 
-from bench import harness
 from bench.harness import Record
 
-INSIDE = "FLEXENGINE_BENCH_NAMESPACE"  # environment variable of the process in the namespace
-HOST, WORKER, STAGES = "10.77.0.1", 29600, 29500  # an address that is not loopback, and ports
-MEMORY = 100_000_000  # bytes of --worker-mem
-OPEN, THREADS = 900, 8  # connections that stay open, and threads that make them
-PAUSE_SECONDS = 0.25  # between two connections of the engine with the secret
-STAGE = f"""
-from flexengine.guests.stages import group
-group._address = lambda interface: {HOST!r}
-made = group.PipelineGroup("lo")
-print("joined", made.exchange("key", str(made.rank)), flush=True)
-made.close()
-"""
+OPEN, THREADS = 1000, 8  # connections that stay open, and threads that make them
+PAUSE_SECONDS = 0.25  # between two connections of an engine with the secret
 
 
 def kinds() -> dict[str, Callable[[random.Random], bytes]]:
     """Return what a connection sends, by name."""
     from flexengine.guests.wire.link import HEADER, MAGIC
-    from flexengine.guests.wire.secret import OPENING
+    from flexengine.guests.wire.secret import OPENING, PURPOSE_BYTES
 
     def header(rng: random.Random) -> bytes:
-        return HEADER.pack(MAGIC | rng.randrange(1, 30), 0, rng.choice((-1, 1 << 20, 1 << 39)), *[rng.randrange(9)] * 5)
+        length = rng.choice((-1, 1 << 20, 1 << 39, (1 << 63) - 1))
+        return HEADER.pack(MAGIC | rng.randrange(1, 30), 0, length, *[rng.randrange(9)] * 5) * rng.randrange(1, 5)
+
+    def opening(rng: random.Random) -> bytes:
+        purpose = rng.choice((b"attention", b"stage 0 1", b"stage 4 1", b"stage 3 1"))
+        return OPENING + purpose.ljust(PURPOSE_BYTES) + rng.randbytes(32)
 
     return {
         "nothing": lambda rng: b"",
         "random bytes": lambda rng: rng.randbytes(rng.randrange(1, 5000)),
         "a request": lambda rng: b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n" * rng.randrange(1, 50),
         "the store of torch": lambda rng: struct.pack("<BI", 0, 0x3C85F7CE) + rng.randbytes(64),
-        "a wrong proof": lambda rng: OPENING + b"attention".ljust(16) + rng.randbytes(64),
-        "half an opening": lambda rng: OPENING[: rng.randrange(1, 16)],
-        "headers": lambda rng: b"".join(header(rng) for _ in range(rng.randrange(1, 5))),
-        "headers after an opening": lambda rng: OPENING + b"attention".ljust(16) + rng.randbytes(64) + header(rng),
-    }
+        "a wrong proof": lambda rng: opening(rng) + rng.randbytes(32),
+        "a proof of a wrong length": lambda rng: opening(rng) + rng.randbytes(rng.choice((1, 31, 33, 1000, 100_000))),
+        "half an opening": lambda rng: opening(rng)[: rng.randrange(1, 64)],
+        "headers": lambda rng: header(rng),
+        "headers after an opening": lambda rng: opening(rng) + header(rng),
+        SLOW: lambda rng: opening(rng)[:1],
+        OTHER_SECRET: lambda rng: b"",
+        ECHO: lambda rng: b"",
+    }  # fmt: skip
 
 
-def attack(address: tuple[str, int], count: int, seed: int, held: int = OPEN) -> dict[str, int]:
-    """Make connections without the secret from some threads. Return the number of each kind, and of those that could
-    not be made. held: connections that stay open."""
-    sends, counts, lock = kinds(), dict[str, int](), threading.Lock()
+SLOW, OTHER_SECRET, ECHO = "a byte now and then", "a proof with another secret", "an echo"
 
-    def run(number: int) -> None:
-        rng, kept = random.Random(f"{seed} {number}"), list[socket.socket]()
-        for _ in range(count // THREADS):
-            name = rng.choice(list(sends))
-            try:
-                made = socket.create_connection(address, 5)
-            except OSError:
-                name = "not made"
-            else:
+
+def harmless(got: bytes) -> bool:
+    """Return whether bytes from the side that accepts are at most its nonce and a refusal."""
+    from flexengine.guests.wire.secret import NONCE_BYTES, OPENING, PURPOSE_BYTES, REFUSED
+
+    nonce = len(OPENING) + PURPOSE_BYTES + NONCE_BYTES
+    return OPENING.startswith(got[: len(OPENING)]) and REFUSED.startswith(got[nonce:])
+
+
+class Stranger:
+    """A thread that makes connections without the secret, until an event is set.
+
+    Attributes:
+        counts: connections by kind, and REFUSED ones, at a port where nothing listens.
+        got: most bytes that a connection has got.
+        harmful: bytes that a connection should not have got.
+    """
+
+    REFUSED = "refused"
+
+    def __init__(self, address: tuple[str, int], seed: str, held: int, ended: threading.Event) -> None:
+        self._address, self._rng, self._held, self._ended = address, random.Random(seed), held, ended
+        self.counts, self.got, self.harmful = Counter[str](), 0, list[str]()
+        self._open = list[tuple[str, socket.socket, bytearray]]()  # kind, and the bytes that it has got
+        self._dripped = time.monotonic()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    @property
+    def made(self) -> int:
+        return self.counts.total() - self.counts[self.REFUSED]
+
+    def _run(self) -> None:
+        sends = kinds()
+        while not self._ended.is_set():
+            self._connect(sends)
+            if len(self._open) > self._held:
+                self._end(*self._open.pop(self._rng.randrange(len(self._open))))
+            if time.monotonic() - self._dripped > 0.5:
+                self._drip()
+        for each in self._open:
+            self._end(*each)
+
+    def _connect(self, sends: dict[str, Callable[[random.Random], bytes]]) -> None:
+        name = self._rng.choice(list(sends))
+        try:
+            made = socket.create_connection(self._address, 5)
+        except OSError:
+            self.counts[self.REFUSED] += 1
+            time.sleep(0.01)
+            return
+        self.counts[name] += 1
+        with suppress(OSError):
+            if data := sends[name](self._rng):
+                made.sendall(data)
+            if self._rng.random() < 0.1:
+                made.shutdown(socket.SHUT_WR)
+        got = self._speak(name, made, sends) if name in (OTHER_SECRET, ECHO) else b""
+        self._open.append((name, made, bytearray(got)))
+
+    def _speak(self, name: str, made: socket.socket, sends: dict[str, Callable[[random.Random], bytes]]) -> bytes:
+        """Speak the protocol without the secret. Return what came. An echo sends back the nonce of the other side."""
+        from flexengine.guests.wire.link import Broken
+        from flexengine.guests.wire.secret import prove
+
+        if name == OTHER_SECRET:
+            with suppress(Broken):
+                size = self._rng.choice((1, 15, 16, 64, 4096, 100_000))
+                prove(made, self._rng.randbytes(size), b"attention", accepts=False)
+                self.harmful.append("the other side has proved the secret")
+        got = b""
+        with suppress(OSError):
+            if name == ECHO:
+                made.settimeout(0.2)
+                made.sendall(sends["a wrong proof"](self._rng)[:64])
+                made.sendall((got := made.recv(64))[-32:])
+        return got
+
+    def _drip(self) -> None:
+        self._dripped = time.monotonic()
+        for name, connection, got in self._open:
+            self._hear(connection, got)
+            if name == SLOW:
                 with suppress(OSError):
-                    if data := sends[name](rng):
-                        made.sendall(data)
-                kept.append(made)
-            with lock:
-                counts[name] = counts.get(name, 0) + 1
-            if len(kept) > held // THREADS:
-                gone = kept.pop(rng.randrange(len(kept)))
-                if rng.random() < 0.5:  # the other side gets a reset
-                    with suppress(OSError):
-                        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                gone.close()
-        for each in kept:
-            each.close()
+                    connection.send(b"f")
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return counts
+    def _hear(self, connection: socket.socket, got: bytearray) -> None:
+        with suppress(OSError):
+            connection.setblocking(False)
+            got += connection.recv(1 << 16)
+
+    def _end(self, name: str, connection: socket.socket, got: bytearray) -> None:
+        self._hear(connection, got)
+        self.got = max(self.got, len(got))
+        if name != OTHER_SECRET and not harmless(bytes(got)):
+            self.harmful.append(got[:200].hex())
+        if self._rng.random() < 0.5:  # the other side gets a reset
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+
+def attack(address: tuple[str, int], count: int, seed: int, held: int = OPEN, until: Callable[[], None] = lambda: None
+           ) -> Record:  # fmt: skip
+    """Make connections without the secret from some threads. Return the number of each kind, the most bytes that one
+    has got, and bytes that none should have got.
+
+    Args:
+        count: least connections.
+        held: connections that stay open.
+        until: called after `count` connections; they go on until it returns.
+    """
+    ended = threading.Event()
+    strangers = [Stranger(address, f"{seed} {number}", held // THREADS, ended) for number in range(THREADS)]
+    while sum(each.made for each in strangers) < count:
+        time.sleep(0.02)
+    until()
+    ended.set()
+    for each in strangers:
+        each.thread.join()
+    counts = Counter[str]()
+    for each in strangers:
+        counts += each.counts
+    harmful = [line for each in strangers for line in each.harmful]
+    return {"sent": dict(counts), "got": max(each.got for each in strangers), "harmful": harmful[:9]}
+
+
+def attack_here(words: list[str]) -> None:
+    """Attack HOST PORT with COUNT connections and SEED, say so, and go on until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (8192, 8192))
+
+    def until() -> None:
+        print("enough", flush=True)
+        sys.stdin.read()
+
+    host, port, count, seed = words
+    print(json.dumps(attack((host, int(port)), int(count), int(seed), until=until)), flush=True)
 
 
 def visit(address: str) -> None:
@@ -114,9 +208,17 @@ def visit(address: str) -> None:
     worker.close()
 
 
-def visits(address: str, ended: threading.Event) -> tuple[list[float], list[str]]:
-    """Visit again and again until an event is set. Return the seconds of each visit, and errors."""
-    seconds, errors = list[float](), list[str]()
+def visits_here(address: str) -> None:
+    """Visit again and again until standard input ends. Print the seconds of each visit, and errors."""
+    seconds, errors, ended = list[float](), list[str](), threading.Event()
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    visit(address)
+    print("ready", flush=True)
     while not ended.wait(PAUSE_SECONDS):
         began = time.monotonic()
         try:
@@ -124,87 +226,8 @@ def visits(address: str, ended: threading.Event) -> tuple[list[float], list[str]
             seconds.append(time.monotonic() - began)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
-    return seconds, errors
-
-
-def peak(pid: int) -> int:
-    """Return the most resident bytes of a process so far."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
-
-
-def wait_for(port: int) -> None:
-    while True:
-        with suppress(OSError), socket.create_connection((HOST, port), 1):
-            return
-        time.sleep(0.2)
-
-
-def inside(count: int, seed: int) -> tuple[Record, bool]:
-    """Return the record, and whether all is well. Called in the namespace."""
-    subprocess.run("ip link set lo up && ip address add 10.77.0.1/8 dev lo", shell=True, check=True)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-    os.environ["FLEXENGINE_SECRET"] = secrets.token_hex(32)
-    python, shell = [sys.executable, "-m", "flexengine"], 'ulimit -n 1024; exec "$@"'
-    command = ["bash", "-c", shell, "-", *python, "serve-attention", f"{HOST}:{WORKER}", "--worker-mem", str(MEMORY)]
-    variables = {"MASTER_ADDR": HOST, "MASTER_PORT": str(STAGES), "WORLD_SIZE": "2"}
-
-    def stage(rank: int, stack: ExitStack) -> "subprocess.Popen[str]":
-        process = subprocess.Popen([sys.executable, "-c", STAGE], text=True, stdout=subprocess.PIPE,
-                                   env=os.environ | variables | {"RANK": str(rank)})  # fmt: skip
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        return process
-
-    with ExitStack() as stack:
-        worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        stack.callback(worker.wait)
-        stack.callback(worker.kill)
-        driver = stage(0, stack)
-        wait_for(WORKER)
-        wait_for(STAGES)
-        ended, found = threading.Event(), list[Any]()
-        visit(f"{HOST}:{WORKER}")  # libraries are loaded
-        before = peak(worker.pid)
-        visiting = threading.Thread(target=lambda: found.extend(visits(f"{HOST}:{WORKER}", ended)))
-        visiting.start()
-        began = time.monotonic()
-        sent = attack((HOST, WORKER), count, seed)
-        seconds = time.monotonic() - began
-        ended.set()
-        visiting.join()
-        staged = attack((HOST, STAGES), count // 10, seed + 1)
-        second = stage(1, stack)
-        joined = [process.communicate(timeout=60)[0].strip() for process in (driver, second)]
-        lives, after = worker.poll() is None, peak(worker.pid)
-        worker.terminate()
-        said = worker.communicate(timeout=60)[1].splitlines()
-    times, errors = found
-    record = {
-        "sent": sent, "sent_to_stages": staged, "seconds": seconds, "visits": len(times), "errors": errors,
-        "slowest_visit": max(times, default=0.0), "worker_lives": lives, "stages": joined,
-        "peak_bytes": after, "grown_bytes": after - before, "refusals_said": sum("refused" in line for line in said),
-    }  # fmt: skip
-    good = lives and bool(times) and not errors and joined == ["joined ['0', '1']"] * 2
-    return record, good and after - before < 1.1 * MEMORY
-
-
-def main() -> int:
-    """Run in a namespace and print the record. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connections", type=harness.at_least_one, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", metavar="FILE", help="also append to bench/results/FILE")
-    args = parser.parse_args()
-    if INSIDE not in os.environ:
-        again = [sys.executable, "-m", "bench.workers.strangers", *sys.argv[1:]]
-        return subprocess.run(["unshare", "-n", *again], env=os.environ | {INSIDE: "1"}).returncode
-    record, good = inside(args.connections, args.seed)
-    case = {"name": "strangers", "connections": args.connections, "seed": args.seed, "memory": MEMORY}
-    header = harness.header("workers", case, [{"versions": harness.versions()}])
-    harness.emit(header | record | {"good": good}, args.out)
-    return 0 if good else 1
+    print(json.dumps([seconds, errors]), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    attack_here(sys.argv[2:]) if sys.argv[1] == "attack" else visits_here(sys.argv[2])

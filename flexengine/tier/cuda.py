@@ -155,11 +155,16 @@ def gpus() -> list[dict[str, Any]]:
     """Return all GPUs that torch sees: name of the product, bytes of memory (total, free), and compute capability, such
     as "9.0". The CUDA runtime then keeps some hundred MB of each until the process ends."""
     seen = []
-    for number in range(torch.cuda.device_count()):
+    for number in range(visible_gpus()):
         about = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
         seen.append(dict(name=about.name, total=total, free=free, capability=f"{about.major}.{about.minor}"))
     return seen
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that torch sees."""
+    return torch.cuda.device_count()
 
 
 _gpus = 1  # GPUs of this machine that the processes of a pipeline share
@@ -168,7 +173,7 @@ _gpus = 1  # GPUs of this machine that the processes of a pipeline share
 def take_one(number: int) -> None:
     """Let this process see one GPU only, before it uses any: GPU `number` modulo the number of visible GPUs."""
     global _gpus
-    if (count := torch.cuda.device_count()) > 1:
+    if (count := visible_gpus()) > 1:
         _gpus = count
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = visible if len(visible) == count else list(map(str, range(count)))

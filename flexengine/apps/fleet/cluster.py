@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from flexengine.apps.fleet.guard import LOCAL, check_guarded
 from flexengine.apps.fleet.job import (
     Description,
     Failure,
@@ -35,7 +36,7 @@ from flexengine.guests.stages.group import PipelineGroup
 from flexengine.guests.stages.server import StageServer
 from flexengine.guests.wire.processes import SECRET, SECRET_FILE, STAGES_SECRET
 
-LOCAL, AUTO = "local", "auto"  # addresses: a Ray that this process starts, and the one that runs on this machine
+AUTO = "auto"  # address: the Ray that runs on this machine
 CONNECT_SECONDS = 10.0
 PLACE_SECONDS = 600.0  # until the stages of a group must have a place
 MOST_GROUPS = 4  # groups of stages that may be lost with one shard
@@ -47,7 +48,8 @@ Address = tuple[str, int, str]  # host and port, and the secret of a group of st
 @contextmanager
 def connected(address: str, verbose: bool = False) -> Iterator[None]:
     """Return a context manager in which this process uses a cluster. address: "local" starts a Ray on this machine,
-    "auto" takes the one that runs here; else host:port. Raise InvalidInput if there is no cluster at this address."""
+    "auto" takes the one that runs here; else host:port. Raise InvalidInput if there is no cluster at this address, or
+    if it is open to other machines; see `guard`."""
     if address.startswith(_CLIENT):
         fault = f"--ray is {address}, but a client of Ray cannot give shards to actors"
         raise InvalidInput(f"{fault}; run this command on a machine of the cluster, with --ray auto")
@@ -65,6 +67,7 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
         for number, handler in own.items():  # ray.init sets a handler of its own
             signal.signal(number, handler)
     try:
+        check_guarded(address, [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]])
         yield
     finally:
         ray.shutdown()

@@ -9,7 +9,6 @@ in order.
 
 import contextlib
 import enum
-import hmac
 import json
 import os
 import socket
@@ -17,17 +16,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from flexengine.activity import message, messenger
 from flexengine.engine.stages import ProcessGroup
 from flexengine.errors import InvalidInput, StageLost
+from flexengine.guests.stages import store as stores
 from flexengine.guests.wire.gate import Gate
 from flexengine.guests.wire.link import MOST_BODY, MOST_TAKEN, Broken, Connection, pack, unpack
 from flexengine.guests.wire.processes import INTERFACE, LOCAL, STAGES_SECRET, ranks
@@ -50,10 +48,10 @@ LIMITS: dict[int, int] = {
     **dict.fromkeys((OrderKind.SWEEP, OrderKind.ANSWER, OrderKind.RESULT), MOST_TAKEN),
     **dict.fromkeys((OrderKind.FAILED, VALUE), MOST_SHARED),
 }
-STORE_SECONDS = 20.0  # without an answer of torchrun's store, until it counts as lost
 SAY_SECONDS = 10.0  # of waiting, after which a message says for which process
 JOIN_SECONDS = 300.0  # until all processes must have joined
 CONNECT_SECONDS = 25.0  # until processes that have joined are connected
+TRY_SECONDS = 5.0  # of one attempt to connect, of which there may be many
 LEAVE_SECONDS = 5.0  # for which `close` waits for the other processes
 
 
@@ -194,17 +192,17 @@ class PipelineGroup(ProcessGroup):
         host = _address(interface)
         self._secret = (os.environ.get(STAGES_SECRET) or "").encode() or secret_for(host)
         self._deadline = time.monotonic() + JOIN_SECONDS
-        store, other = _agent_store(), not is_loopback(host)
+        store, other = stores.agent_store(), not is_loopback(host)
         meeting = os.environ["MASTER_ADDR"] if other else LOCAL, int(os.environ["MASTER_PORT"])
         own = (host, 0) if self.rank or store is not None else ("" if other else host, meeting[1])
         wanted = {(tag, rank) for rank in range(1, self.size) for tag in (MEET, CONTROL) if self.rank == 0}
         after = {(HIDDENS, self.rank + 1)} if self.rank + 1 < self.size else set[tuple[int, int]]()
         with _listening(own) as server, self._accepting(server, wanted | after):
             if store is not None and self.rank == 0:
-                store.set("driver", _announced(self._secret, host, server.getsockname()[1]))
+                store.set("driver", stores.announced(self._secret, host, server.getsockname()[1]))
             elif store is not None:
                 self._await(lambda: store.check(["driver"]), lambda: "stage 0", look)
-                meeting = _driver(self._secret, store.get("driver"))
+                meeting = stores.driver_address(self._secret, store.get("driver"))
             for tag in (MEET, CONTROL) if self.rank else ():
                 self._connect(tag, 0, meeting, look)
             self._await(lambda: wanted <= set(self._links), lambda: self._missing(wanted), look)
@@ -267,7 +265,7 @@ class PipelineGroup(ProcessGroup):
 
         def connected() -> bool:
             try:
-                link = Connection(connect(address, CONNECT_SECONDS, PURPOSE % (tag, self.rank), self._secret))
+                link = Connection(connect(address, TRY_SECONDS, PURPOSE % (tag, self.rank), self._secret))
                 link.limits = LIMITS
                 self._links[tag, rank] = link
                 return True
@@ -351,29 +349,6 @@ class PipelineGroup(ProcessGroup):
     def _close_links(self) -> None:
         for link in self._links.values():
             link.close()
-
-
-def _announced(secret: bytes, host: str, port: int) -> str:
-    """Return the driver's address in this start as it stands in the store of torchrun, with a proof of the secret."""
-    place = f"driver {host} {port} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return json.dumps([host, port, hmac.digest(secret, place.encode(), "sha256").hex()])
-
-
-def _driver(secret: bytes, told: bytes) -> tuple[str, int]:
-    """Return the address that was announced. Raise WrongSecret if it was announced with another secret."""
-    host, port, _ = json.loads(told)
-    if not hmac.compare_digest(told, _announced(secret, host, port).encode()):
-        raise WrongSecret("stage 0's address in torchrun's store has the proof of another secret; give all stages one")
-    return host, port
-
-
-def _agent_store() -> PrefixStore | None:
-    """Return the store of torchrun's own process, which names the driver's address. None without torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    whole = TCPStore(host, port, None, False, timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
-    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
 
 
 def _listening(address: tuple[str, int]) -> socket.socket:

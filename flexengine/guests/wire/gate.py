@@ -1,12 +1,14 @@
 """The accepting side of connections: each has a thread of its own, and proves the secret first.
 
-A program without the secret costs a thread for at most PROOF_SECONDS. Beyond MOST_UNPROVED such connections, or
-without free file descriptors, one drawn by chance ends, so that a process with the secret, which tries again, comes in.
+A program without the secret costs a thread for at most PROOF_SECONDS. Beyond MOST_UNPROVED such connections or a
+quarter of the files that this process may open, or without a free file descriptor, one drawn by chance ends, so that a
+process with the secret, which tries again, comes in.
 """
 
 import contextlib
 import errno
 import random
+import resource
 import socket
 import threading
 import time
@@ -44,6 +46,8 @@ class Gate:
         self.server, self._secret, self._purpose, self._admit, self._say = server, secret, purpose, admit, say
         self._lock = threading.Lock()
         self._unproved: dict[socket.socket, threading.Thread] = {}
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = MOST_UNPROVED if files == resource.RLIM_INFINITY else min(MOST_UNPROVED, max(1, files // 4))
         self._refused, self._said = 0, -SAY_SECONDS  # connections since the last message, and its time
 
     def accept(self) -> None:
@@ -61,7 +65,7 @@ class Gate:
             return
         name = "{} port {}".format(*address) if address else "this machine"
         thread = threading.Thread(target=self._check, args=(connection, name), daemon=True)
-        if len(self._unproved) >= MOST_UNPROVED:
+        if len(self._unproved) >= self._most:
             self._end_one()
         with self._lock:
             self._unproved[connection] = thread

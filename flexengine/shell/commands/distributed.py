@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, check_library
+from flexengine.errors import InvalidInput, check_library, shown
 from flexengine.guests.wire.processes import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
-from flexengine.shell.commands.messages import VERBOSE, verbosity
+from flexengine.shell.commands.messages import VERBOSE, say, verbosity
 from flexengine.shell.commands.openers import engine_options, load_libraries, open_engine
+from flexengine.shell.commands.options import OptionTable
 from flexengine.shell.commands.parser import check_least, refuse_given
 
 if TYPE_CHECKING:
@@ -27,13 +28,25 @@ if TYPE_CHECKING:
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
 MOST_STAGES = 1000
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-PIPELINE = """
---stages N            compute in N processes on this machine, each with a part of the layers; on several machines, start
-                      this command by torchrun instead (docs/pipeline.md)
+AUTO = "auto"  # --stages: one for each GPU
+_PIPELINE = """
+--stages N            compute in N processes on this machine, each with a part of the layers; auto for one process for
+                      each GPU; on several machines, start this command by torchrun instead (docs/pipeline.md)
 --strategy FILE.json  layers, formats and batches of the stages, from flexengine plan --cluster; starts as many
                       processes as it has stages
 --interface NAME      network interface that joins the machines, such as eth0 (default: loopback, so one machine)
 """
+
+
+def _stages(text: str) -> int | str:
+    """Return a number of stages, or AUTO. Raise ArgumentTypeError if the text is neither."""
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is neither a whole number nor auto") from error
+
+
+PIPELINE = OptionTable(_PIPELINE, more={"stages": {"type": _stages}})
 FLEET = """
 --ray ADDRESS   run on the actors of a Ray cluster: auto for the one that runs on this machine, host:port of its head,
                 or local to start one here; with --stages, each actor is a group of stages (docs/fleet.md)
@@ -46,7 +59,9 @@ def rank_of(args: argparse.Namespace) -> int:
     """Return the number of this process's stage; 0 for the process that drives the job. Raise InvalidInput if the
     options contradict each other or the environment."""
     stages, launched = args.stages, LAUNCHED in os.environ
-    if stages is not None and not 1 <= stages <= MOST_STAGES:
+    if stages == AUTO and args.ray is not None:
+        raise InvalidInput("--stages is auto, which counts the GPUs of one machine; give --ray a number of stages")
+    if stages not in (None, AUTO) and not 1 <= stages <= MOST_STAGES:
         raise InvalidInput(f"--stages is {stages}; it must be at least 1 and at most {MOST_STAGES}")
     rank, size = ranks()
     if args.strategy is not None:
@@ -54,7 +69,7 @@ def rank_of(args: argparse.Namespace) -> int:
 
         args.strategy = Strategy.load(args.strategy)
         count = len(args.strategy.stages)
-        if stages not in (None, count):
+        if stages not in (None, AUTO, count):
             raise InvalidInput(f"--stages is {stages}, but the strategy has {count} stages; leave out --stages")
         why = f"is {args.policy}, but --strategy has a block of its own; leave out one of them"
         refuse_given(args, ["policy"], why)
@@ -79,10 +94,10 @@ def rank_of(args: argparse.Namespace) -> int:
 def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
     """Yield the group of processes that this one drives or belongs to; None for a single process. With --stages, start
     the other processes, and end them at the end."""
-    stages = args.stages or 1
+    stages = 1 if LAUNCHED in os.environ else _counted(args) if args.stages == AUTO else args.stages or 1
     look: Callable[[], None] = lambda: None  # noqa: E731
     with contextlib.ExitStack() as stack:
-        if stages > 1 and LAUNCHED not in os.environ:
+        if stages > 1:
             from flexengine.guests.wire.processes import local_stages
             from flexengine.model.source import named_layers
             from flexengine.plan.stages import stage_layers
@@ -101,6 +116,25 @@ def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
         group = PipelineGroup(args.interface, look)
         stack.callback(group.close)
         yield group
+
+
+def _counted(args: argparse.Namespace) -> int:
+    """Return the number of stages for --stages auto, and say it: one for each GPU, at most one for each layer."""
+    from flexengine.model.source import named_layers
+
+    gpus = 0
+    if args.device in (AUTO, "cuda"):
+        load_libraries()
+        from flexengine.tier.cuda import visible_gpus
+
+        gpus = visible_gpus()
+    layers = named_layers(args.model) or gpus
+    stages = max(1, min(gpus, layers))
+    found = f"{gpus} GPUs" if gpus > 1 else "1 GPU" if gpus else "no GPU is used"
+    why = f" for {layers} layers" if gpus > layers else ""
+    processes = f"{stages} processes compute" if stages > 1 else "one process computes"
+    say(f"--stages auto: {found}{why}, so {processes}")
+    return stages
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -156,6 +190,9 @@ def check_fleet(args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def fleet_runner(args: argparse.Namespace, params: SamplingParams, look: Callable[[], None]) -> "Iterator[FleetRunner]":
     """Return a context manager with a fleet that runs the rows. look: called after each shard; may raise an error."""
+    from flexengine.apps.fleet import guard
+
+    guard.prepare(args.ray)
     check_library("ray.data", "--ray needs Ray Data", "ray")
     from flexengine.apps.fleet import cluster
     from flexengine.apps.fleet.job import FleetRunner, Recipe

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flexengine.errors import InvalidInput, StageLost
-from flexengine.guests.stages import group
+from flexengine.guests.stages import group, store
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, FrameChannel, OrderKind, PipelineGroup
 from flexengine.guests.stages.remote import ChannelPort
 from flexengine.guests.wire import link
@@ -97,6 +97,27 @@ def test_a_process_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert heard.messages == ["waiting for stages 1, 2 to join"]
 
 
+def test_an_address_that_swallows_packets_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection there ends by its timeout only. The user hears of it before the process gives up."""
+    now, said = [0.0], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def swallowed(address: tuple[str, int], seconds: float, *_: object) -> socket.socket:
+        now[0] += seconds
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(group, "time", clock)
+    monkeypatch.setattr(group, "connect", swallowed)
+    monkeypatch.setattr(group, "message", lambda text: said.append(now[0]))
+    monkeypatch.setattr(group, "ranks", lambda: (1, 2))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(InvalidInput, match=r"stage 0 at 127\.0\.0\.1:\d+ \(timed out\) did not come within 30\d s"):
+        PipelineGroup()
+    assert len(said) == 1
+    assert 10 <= said[0] <= 20
+
+
 def test_a_process_that_sends_no_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, stage = groups = joined(monkeypatch, 2)
     monkeypatch.setattr(group, "JOIN_SECONDS", 0.1)
@@ -147,27 +168,29 @@ def test_a_stage_with_another_secret_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_the_drivers_address_in_the_store_of_torchrun_has_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage does not connect to an address that a stranger, or a driver of an earlier start, wrote there."""
     good, secret = ("10.0.0.1", 4000), b"0123456789abcdef"
-    written = group._announced(secret, *good).encode()
-    assert group._driver(secret, written) == good
-    values = written.replace(b"4000", b"4001"), written.replace(b".1", b".2"), json.dumps([*good, None]).encode()
+    written = store.announced(secret, *good).encode()
+    assert store.driver_address(secret, written) == good
+    place = json.dumps(good).encode()
+    values = (written.replace(b"4000", b"4001"), written.replace(b".1", b".2"), place, written[:63], b"", b"[" * 9999,
+              written + b" ", place[:0].ljust(64, b"0") + place, "ü".encode() * 99)  # fmt: skip
     for told, own in ((written, secret[::-1]), *((value, secret) for value in values)):
         with pytest.raises(WrongSecret, match="stage 0's address in torchrun's store has the proof of another"):
-            group._driver(own, told)
+            store.driver_address(own, told)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(WrongSecret):
-        group._driver(secret, written)
+        store.driver_address(secret, written)
 
 
 def test_a_stage_meets_the_driver_that_the_store_names(monkeypatch: pytest.MonkeyPatch) -> None:
     values = dict[str, bytes]()
-    store = SimpleNamespace(
+    fake = SimpleNamespace(
         set=lambda key, value: values.update({key: value.encode()}),
         check=lambda keys: set(keys) <= set(values),
         get=values.get,
     )
-    monkeypatch.setattr(group, "_agent_store", lambda: store)
+    monkeypatch.setattr(store, "agent_store", lambda: fake)
     closed(joined(monkeypatch, 2))
-    assert json.loads(values["driver"])[2]
+    assert json.loads(values["driver"][store.PLACE_PROOF_BYTES :])[0] == "127.0.0.1"
 
 
 def test_the_driver_listens_where_stages_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Many connections at once: those without the secret cost little, and those with it come in."""
 
 import errno
+import resource
 import select
 import socket
 import threading
@@ -71,6 +72,13 @@ def test_idle_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda: said)
     assert len(said) == 1
     assert said[0].startswith("refused 127.0.0.1 port ")
+
+
+@pytest.mark.parametrize(("files", "most"), [(64, 16), (3, 1), (4096, 256), (resource.RLIM_INFINITY, 256)])
+def test_strangers_take_a_quarter_of_the_files(files: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert Gate(server, GOOD, FOR, lambda *_: None, lambda _: None)._most == most
 
 
 def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from flexengine.guests.wire import processes
 from flexengine.plan.stages import StagePlan, Strategy
 from flexengine.policy import Policy
+from flexengine.shell.commands import distributed, run
 from flexengine.shell.commands.main import main
 
 
@@ -27,6 +29,8 @@ def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("words", "environment", "why"), [
     (["--stages", "0"], {}, "--stages is 0; it must be at least 1"),
+    (["--stages", "auto", "--ray", "local"], {}, "--stages is auto, which counts the GPUs of one machine; give --ray"),
+    (["--stages", "auto"], {"RANK": "0", "WORLD_SIZE": "2"}, "--stages is auto, but WORLD_SIZE is 2"),
     (["--interface", "eth0"], {}, "--interface is eth0, but one process"),
     (["--stages", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "--stages is 2, but WORLD_SIZE is 2"),
     ([], {"RANK": "2", "WORLD_SIZE": "2"}, "the environment has RANK=2 and WORLD_SIZE=2"),
@@ -64,6 +68,45 @@ def test_layers_are_counted_before_processes_start(
     Path("model/config.json").write_text('{"text_config": {"num_hidden_layers": 3}, "num_hidden_layers": 7}')
     assert main(["run", "in.jsonl", "-m", "model", "-o", "out.jsonl", *words]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_stages_are_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "in.jsonl", "--stages", "all"])
+    assert "--stages: 'all' is neither a whole number nor auto" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "device", "layers", "stages", "said"), [
+    (4, "auto", 12, 4, "--stages auto: 4 GPUs, so 4 processes compute"),
+    (8, "cuda", 3, 3, "--stages auto: 8 GPUs for 3 layers, so 3 processes compute"),
+    (1, "auto", 12, 1, "--stages auto: 1 GPU, so one process computes"),
+    (0, "auto", 12, 1, "--stages auto: no GPU is used, so one process computes"),
+    (4, "cpu", 12, 1, "--stages auto: no GPU is used, so one process computes"),
+])  # fmt: skip
+def test_auto_takes_a_stage_for_each_gpu(
+    gpus: int, device: str, layers: int, stages: int, said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    class Started(Exception):
+        """Processes would be started."""
+
+    def start(count: int, argv: list[str]) -> None:
+        assert "auto" in argv  # they know their number from the environment
+        assert os.environ[distributed.LAUNCHED] == str(count)
+        raise Started(count)
+
+    monkeypatch.setattr(processes, "local_stages", start)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({"num_hidden_layers": layers}))
+    words = ["in.jsonl", "-m", "model", "-o", "out.jsonl", "--stages", "auto", "--device", device]
+    args = run.parser().parse_args(words)
+    args.command = ["run", *args.words]
+    with pytest.raises(Started, match=str(stages)) if stages > 1 else nullcontext():
+        assert distributed.rank_of(args) == 0
+        with distributed.pipeline(args) as group:
+            assert group is None
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
