@@ -178,6 +178,8 @@ ALLOW: dict[str, tuple[str, str | float]] = {
     "sparse-attention": ("sparse_attention", 0.1),
     **{f"flash-{mode}": ("flash", mode) for mode in FLASH},
 }
+TOKENS_PARTITION = "tokens-partition"  # no switch, but it changes the order of sums
+ALLOWED = (*ALLOW, TOKENS_PARTITION)
 QUALITY = {
     "exact": (),
     "near": ("int8-weights", "int8-compute", "int8-cache"),
@@ -187,13 +189,13 @@ QUALITY = {
 
 def choices(allowed: Iterable[str]) -> tuple[Lossy, ...]:
     """Return every combination of the allowed switches, exact first, then by number of switches. Combinations that
-    `Lossy` refuses are left out. Raise InvalidInput if a name is not in ALLOW. allowed: names in ALLOW."""
+    `Lossy` refuses are left out. Raise InvalidInput if a name is not in ALLOWED. allowed: names in ALLOWED."""
     values: dict[str, list[Any]] = {name: [None] for name in SWITCHES}
-    names = list(allowed)
+    names = [name for name in allowed if name != TOKENS_PARTITION]
     if unknown := [name for name in names if name not in ALLOW]:
         several = ", ".join(QUALITY.get(unknown[0], ()))
         short = several and f"; {unknown[0]} is {several}, as in flexengine run --quality {unknown[0]}"
-        raise InvalidInput(f"{shown(unknown[0])} cannot be allowed; choose from {', '.join(ALLOW)}{short}")
+        raise InvalidInput(f"{shown(unknown[0])} cannot be allowed; choose from {', '.join(ALLOWED)}{short}")
     for name, (switch, value) in ALLOW.items():
         if name in names:
             values[switch].append(value)

@@ -9,7 +9,7 @@ from functools import partial
 from flexengine.activity import activity, message
 from flexengine.engine.rates import RateStore, of_kernels
 from flexengine.errors import OutOfMemory
-from flexengine.lossy import Lossy, choices
+from flexengine.lossy import TOKENS_PARTITION, Lossy, choices
 from flexengine.places import place_of
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost, Prediction
@@ -71,7 +71,8 @@ class Planner:
         self.alone = True  # whether the model is whole: what is predicted is the job's, not that of a stage
         self.rates = RateStore(machine, opened, hardware)
         self._searched: Search | None = None  # with attention workers, the search that chose the last policy
-        allowed = choices(allow) if allow else ()
+        self.by_tokens = TOKENS_PARTITION in allow
+        allowed = choices(allow) if set(allow) - {TOKENS_PARTITION} else ()
         # Lossy switches to choose from for the first job, and why the first of the others cannot be used.
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
         self.unsuited = next(filter(None, map(opened.refusal, allowed)), None)
@@ -188,7 +189,7 @@ class Planner:
         """
         facts, rates, measure = self.opened.facts, self.rates, known is None
         known = known or rates.known()
-        options = replace(options or Options(), overlap=self.overlap)
+        options = replace(options or Options(), overlap=self.overlap, by_tokens=self.by_tokens)
         options = options if self.alone else replace(options, stores_from=math.inf)
         with activity("planning", "searching the policy with the shortest predicted time"):
             found = search(facts, known, workload, options)

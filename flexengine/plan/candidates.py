@@ -44,6 +44,7 @@ class Options:
     overlap: bool = True  # as in `Cost`
     block: int | None = None  # most sequences alive, None for MAX_BLOCK_SIZE
     frontier: bool = False  # whether to collect slower policies with less latency too
+    by_tokens: bool = False  # whether attention workers may divide the tokens, which changes the last bits of results
     stores_from: float = 600.0  # jobs of at least these seconds store results often, as in `search`
 
 

@@ -15,7 +15,7 @@ from flexengine.places import TIERS, WORKERS, workers_in_memory
 from flexengine.plan.candidates import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Candidates
 from flexengine.plan.cost import Prediction
 from flexengine.plan.placement import Choice, Placement
-from flexengine.policy import HEADS, PLACES, REQUESTS, Policy, Split, thousandths
+from flexengine.policy import HEADS, PLACES, REQUESTS, TOKENS, Policy, Split, thousandths
 
 MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
 WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
@@ -126,7 +126,7 @@ def _try_neighbours(placement: Placement, prediction: Prediction) -> None:
         placement.solve_placement(other, allowed)
     if policy.works:
         workers = len(workers_in_memory(cost.hardware.places))
-        for partition in partitions(cost.model.kv_heads, workers):
+        for partition in partitions(cost.model.kv_heads, workers, _by_tokens(tried)):
             tried.attempt(replace(policy, partition=partition))
     elif policy.cache[1] and not choice.hidden and placement.delegates:
         tried.attempt(replace(policy, delegate=not policy.delegate))
@@ -155,14 +155,21 @@ def _moved(policy: Policy, source: int, target: int, step: float) -> Policy | No
     return replace(policy, weights=thousandths(weights))
 
 
-def partitions(kv_heads: int, workers: int) -> tuple[str, ...]:
+def _by_tokens(tried: Candidates) -> bool:
+    """Return whether workers may divide tokens. With sparse attention no worker knows the values of another."""
+    return tried.options.by_tokens and tried.cost.model.topk is None
+
+
+def partitions(kv_heads: int, workers: int, by_tokens: bool = False) -> tuple[str, ...]:
     """Return the partitions to try.
 
     Args:
         kv_heads: KV heads of the model.
         workers: number of attention workers.
+        by_tokens: whether they may divide the tokens of each sequence.
     """
-    return (REQUESTS, HEADS) if workers > 1 and kv_heads % workers == 0 else (REQUESTS,)
+    ways = {REQUESTS: True, HEADS: workers > 1 and kv_heads % workers == 0, TOKENS: workers > 1 and by_tokens}
+    return tuple(name for name, fits in ways.items() if fits)
 
 
 def split_of(share: float) -> Split:
@@ -177,7 +184,7 @@ def _try_workers(placement: Placement) -> None:
     workers = len(workers_in_memory(tried.cost.hardware.places))
     if not workers:
         return
-    ways = partitions(tried.cost.model.kv_heads, workers)
+    ways = partitions(tried.cost.model.kv_heads, workers, _by_tokens(tried))
     for block, share, partition in product(tried.blocks(), SHARES, ways):
         choice = Choice(False, False, attended=split_of(share), partition=partition)
         factor = max(1, workers / 2) if partition == REQUESTS else 1

@@ -159,7 +159,23 @@ def test_weights_in_memory_stay_and_so_does_the_partition() -> None:
 def test_splits_and_partitions() -> None:
     assert {k: v for k, v in shares(split_of(0.75)).items() if v} == {"device": 0.25, WORKERS: 0.75}
     assert partitions(8, 4) == ("requests", "heads")
-    assert partitions(8, 3) == partitions(8, 1) == ("requests",)
+    assert partitions(8, 3) == partitions(8, 1) == partitions(8, 1, by_tokens=True) == ("requests",)
+    assert partitions(8, 3, by_tokens=True) == ("requests", "tokens")
+
+
+def test_tokens_are_divided_only_if_that_is_allowed() -> None:
+    """One long sequence at three workers, whose number does not divide the heads, with weights in memory: attention of
+    a third of it takes a third of the time."""
+    long, names = Workload({(1500, 400): 1}), ("worker1", "worker2", "worker3")
+    hardware = replace(
+        with_workers(ROOMY), workers=(1 << 30,) * 3, worker_attention=dict.fromkeys(names, 1e9),
+        worker_links=dict.fromkeys(names, 1e10), decode_attention=((1.0, 1e8),),
+    )  # fmt: skip
+    found = {allowed: search(MODEL, hardware, long, Options(by_tokens=allowed)) for allowed in (False, True)}
+    ways = {allowed: {p.policy.partition for p in each.tried} for allowed, each in found.items()}
+    assert "tokens" not in ways[False]
+    assert found[True].best.policy.partition == "tokens"
+    assert found[True].best.total_seconds < found[False].best.total_seconds
 
 
 @pytest.mark.parametrize("seed", range(4))

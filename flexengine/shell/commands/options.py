@@ -21,7 +21,7 @@ from flexengine import shipped
 from flexengine.errors import InvalidInput, json_fault, shown
 from flexengine.job.files import check_model_kept, check_not_overwritten
 from flexengine.job.inputs import FORMATS
-from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
+from flexengine.lossy import ALLOWED, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
 AUTO = "auto"  # --policy: the planner chooses
@@ -198,7 +198,7 @@ LOSSY = OptionTable(
                   of experts, oracle keeps the experts used last in memory, and is exact
 --quality         let the planner choose among 8-bit formats (near), or also 4-bit formats (small) (default:
                   %(default)s)
---allow NAME,...  let the planner choose from these: {", ".join(ALLOW)}
+--allow NAME,...  let the planner choose from these: {", ".join(ALLOWED)}
 """,
     {"quality": "exact"},
     {

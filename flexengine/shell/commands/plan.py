@@ -13,7 +13,7 @@ from flexengine import shipped
 from flexengine.activity import activity
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.lossy import MIXED, Lossy, choices
+from flexengine.lossy import MIXED, TOKENS_PARTITION, Lossy, choices
 from flexengine.plan import lp
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost, Prediction
@@ -123,13 +123,13 @@ def plan(args: argparse.Namespace) -> None:
     openers.load_libraries()
     opened = openers.open_bare(args, lossy, other.kind if other else None)
     rows = _workload(args, opened)
-    made = choices(names) if names else ()
+    made = choices(names) if set(names) - {TOKENS_PARTITION} else ()
     if unsuited := next(filter(None, map(opened.refusal, made)), None):
         say(f"not considered: {unsuited}")
     if among := [each for each in made if opened.refusal(each) is None]:
         lossy = _choose(args, opened, rows, other, among)
         say(f"chosen: {lossy.described}")
-    options = Options(latency_limit=args.latency, frontier=args.frontier)
+    options = Options(latency_limit=args.latency, frontier=args.frontier, by_tokens=TOKENS_PARTITION in names)
     with ExitStack() as stack:
         rates: Callable[[], Hardware]
         best: Callable[[Workload], Search]

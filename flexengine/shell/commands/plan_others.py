@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine import shipped
 from flexengine.activity import activity
 from flexengine.errors import InvalidInput
-from flexengine.lossy import ALLOW, QUALITY, Lossy
+from flexengine.lossy import ALLOWED, QUALITY, Lossy
 from flexengine.plan.cluster import file
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
@@ -108,7 +108,7 @@ def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
     by_name = {f"{form}-weights": form for form in FORMATS if form}
     given = args.allow.split(",") if args.allow is not None else []
     if wrong := next((name for name in given if name not in by_name), None):
-        fault = "has no effect with --cluster" if wrong in ALLOW else "is unknown"
+        fault = "has no effect with --cluster" if wrong in ALLOWED else "is unknown"
         raise InvalidInput(f"--allow {wrong} {fault}; with --cluster it takes {', '.join(by_name)}")
     names = [*QUALITY[args.quality], *given]
     return (None, *(form for name, form in by_name.items() if name in names))
