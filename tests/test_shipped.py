@@ -14,7 +14,7 @@ from flexengine.shell.commands.options import policy_of
 from flexengine.shell.commands.parser import Parser
 
 FOLDER = Path(__file__).parents[1] / "policies"
-MODELS = ("opt-1.3b", "opt-13b", "opt-175b", "opt-30b", "opt-6.7b", "opt-66b")
+MODELS = ("bloom-176b", "opt-1.3b", "opt-13b", "opt-175b", "opt-30b", "opt-6.7b", "opt-66b")
 MACHINES = ("cpu-2core_24gb", "h100-80gb_512gb", "rtx3090-24gb_128gb", "t4-16gb_208gb_ssd")
 POLICIES = ("opt-175b", "opt-175b-4bit", "opt-30b", "opt-30b-4bit", "opt-6.7b", "opt-6.7b-4bit")
 T4 = "t4-16gb_208gb_ssd"

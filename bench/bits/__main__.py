@@ -1,6 +1,6 @@
 """Bits per layer on the demo model: which harm ranks layers as their measured cost does, and what mixes of bits cost.
 
-python -m bench.bits [layers] [mixes] [--rows 8] [--tokens 256] [--formats int3 int4] [--out bits.jsonl]
+python -m bench.bits [layers] [mixes] [plans] [--rows 8] [--tokens 256] [--formats int3 int4] [--out bits.jsonl]
 
 layers  One layer at a time gets encoded weights (calibrated, as jobs encode them) in transformers' own model. Its cost
         is the increase of the negative log-likelihood of the sample text, in nats per token, and the divergence from
@@ -11,6 +11,9 @@ layers  One layer at a time gets encoded weights (calibrated, as jobs encode the
 mixes   The engine with mixed bits, for budgets of several bits on average; choices by the engine's measure, by
         LLM-PQ's indicators and at random; the same bytes spent on the first layers, or on the KV cache. One JSON line
         per choice.
+plans   `quality --harm`, `plan --cluster --harm` and `quality --layer-bits`, one after the other: two devices hold the
+        layers at several bits on average; formats by measured harm, LLM-PQ's variance, a Hessian and at random, and
+        the uniform format. One JSON line per indicator and average, with nll and perplexity.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from bench import harness
 from bench.bits.errors import ERRORS, weighted_errors
 from bench.bits.layers import Layered
 from bench.bits.mixes import OURS, Choice, choices
+from bench.bits.plans import costs_of, indicators, planned
 from bench.bits.variance import omegas
 from bench.harness import Record
 from bench.models import demo_model
@@ -31,6 +35,7 @@ from bench.models import demo_model
 FORMATS = ("int3", "int4")
 AVERAGES = (3.5, 4.0, 5.0, 6.0)
 COSTS = ("more", "divergence")  # both in nats per token
+PARTS = ("layers", "mixes", "plans")
 ORDERS = 1000  # random orders of layers
 PACKAGES = ("python", "torch", "transformers", "flexengine", "highspy")
 
@@ -187,10 +192,29 @@ def _mix(choice: Choice, cost: Any, rows: int, tokens: int) -> Record:
     }  # fmt: skip
 
 
+# Plans over two devices.
+
+
+def plans(rows: int, tokens: int, averages: Sequence[float], model: str | None = None) -> list[Record]:
+    """Return a record for each indicator and average number of bits. model: None is the demo model."""
+    found = indicators(model)
+    chosen = [(bits, name, formats) for bits in averages for name, formats in planned(found, model, bits)]
+    costs = costs_of(model, [formats for _, _, formats in chosen], rows, tokens)
+    return [
+        {
+            **harness.header("bits", Case("plans", name, rows, tokens, bits), [{"versions": _versions()}]),
+            "weights": list(formats), "nll": costs[formats].nll, "more": costs[formats].more,
+            "error": costs[formats].error, "perplexity": costs[formats].perplexity,
+            "exact_perplexity": costs[None].perplexity, "seconds": dict(found.seconds).get(name),
+        }
+        for bits, name, formats in chosen
+    ]  # fmt: skip
+
+
 def main() -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(description="bits per layer: harms against measured costs, and mixes")
-    parser.add_argument("parts", nargs="*", choices=("layers", "mixes"), default=["layers", "mixes"])
+    parser.add_argument("parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rows", type=harness.at_least_one, default=8, help="stretches of text (default 8)")
     parser.add_argument("--tokens", type=harness.at_least_one, default=256, help="tokens of each (default 256)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
@@ -201,6 +225,7 @@ def main() -> None:
     parts: dict[str, Callable[[], list[Record]]] = {
         "layers": lambda: layers(args.rows, args.tokens, args.formats),
         "mixes": lambda: mixes(args.rows, args.tokens, args.averages, args.seeds),
+        "plans": lambda: plans(args.rows, args.tokens, args.averages),
     }
     for part in args.parts:
         for record in parts[part]():

@@ -21,28 +21,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from bench import harness
 from bench.cluster import baselines
 from bench.cluster.cases import LARGE, PUBLISHED, SKEWED, Published, decoder, uniform_job
-from bench.cluster.events import Pipeline
 from bench.cluster.held_out import held_out
+from bench.cluster.plans import SECONDS, no_more_harm, paper_task, simulated, task
 from bench.cluster.toys import INSTANCES, brute_force, instance
 from bench.harness import Record
-from flexengine import shipped
-from flexengine.plan.cluster import file
 from flexengine.plan.cluster.case_costs import price
 from flexengine.plan.cluster.costs import ClusterPlan, ClusterTask
 from flexengine.plan.cluster.devices import Cluster
-from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import PROGRAM, TRANSFER, Found, Limits, search
 from flexengine.plan.cluster.transfer import transfer
 from flexengine.plan.stages import FORMATS
 
-BLOOM = "bloom-176b"  # flexengine computes BLOOM in fp32 only, so it ships no 16-bit shape of it
-SECONDS = 600.0  # most seconds of a search; other processes may take most of the processor
 PARTS = ("toys", "skewed", "large", "published", "regressions")
 
 
@@ -57,21 +50,6 @@ class Named:
 def say(text: str) -> None:
     """Print progress on stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-def task(
-    cluster: Cluster, made: Model, job: ClusterJob, formats: Sequence[Format], theta: float, uneven: bool = True
-) -> ClusterTask:
-    """Return a task. uneven: harm differs by layer, by a factor of up to 10."""
-    table = assumed_harm(made, formats)
-    if uneven:
-        table = table * np.random.default_rng(1).uniform(0.3, 3.0, (len(made.kinds), 1))
-    return ClusterTask(cluster, {"cuda": made}, job, tuple(formats), table, theta)
-
-
-def simulated(plan: ClusterPlan) -> float:
-    """Return the seconds of the job in virtual time."""
-    return Pipeline.of(plan).simulate().seconds * plan.numbers.rounds
 
 
 def paper_seconds(plan: ClusterPlan) -> float:
@@ -139,15 +117,6 @@ def toys() -> Record:
                   transfer={"solved": len(moved), **(harness.stats(moved) or {})})  # fmt: skip
 
 
-def no_more_harm(made: ClusterTask, other: ClusterPlan) -> ClusterPlan | None:
-    """Return a plan with as many live rows and no more harm than another plan: theta is raised until it is so."""
-    for theta in (made.theta * 2.0**k for k in range(20)):
-        plan = search(replace(made, theta=theta), Limits(batch=other.shape.batch, seconds=SECONDS)).plan
-        if plan.priced.harm <= other.priced.harm * (1 + 1e-9):
-            return plan
-    return None
-
-
 def skewed(cluster: Cluster) -> Record:
     """Return the chosen plan, the simpler plans, the heuristic's, and the seconds of the paper's objective."""
     job = uniform_job(64, 512, 100)
@@ -183,25 +152,10 @@ def large(cluster: Cluster) -> Record:
                   group_of_2={"plan": priced(grouped.plan), **grouped_figures})  # fmt: skip
 
 
-def shape(name: str) -> Model:
-    """Return a shipped model, or BLOOM-176B, described by hand."""
-    from flexengine.lossy import Lossy
-    from flexengine.worker.open_model import open_model
-
-    if name == BLOOM:
-        return decoder(BLOOM, 70, 14336, 4 * 14336, 250880, tied=True)
-    opened = open_model(shipped.find("models", name), "float16", "cuda", weights=False)
-    facts = {}
-    for form in FORMATS:
-        opened.use(Lossy(weights=form))
-        facts[form] = opened.facts
-    return Model(facts)
-
-
 def published(case: Published) -> Record:
     """Return our plan and simpler plans on a cluster of LLM-PQ, beside its published rates."""
-    cluster = file.load(shipped.find_file("clusters", f"llm-pq-{case.number}"))
-    made = task(cluster, shape(case.model), uniform_job(32, 512, 100), FORMATS, 1.0, uneven=False)
+    made = paper_task(case, 512, 100)
+    cluster = made.cluster
     best, figures = timed(made, Limits(batch=32, seconds=SECONDS))
     hosts = replace(cluster, devices=tuple(replace(d, host_memory=64 << 30, host_link=1.2e10) for d in cluster.devices))
     exact = search_or_none(replace(made, cluster=hosts, formats=(None,), harm=made.harm[:, :1]))

@@ -1,8 +1,9 @@
 """Adapters for families whose modules compute attention themselves: they call a registered attention function instead.
 
 ALiBi (Press et al., 2022, section 3) adds slope * distance to every score. Up to a constant per query, which cancels in
-the softmax, this equals slope * position of the key. So q and k get one more dimension, which holds the slope in q and
-the position in k, and the cache and the kernels need no change.
+the softmax, this equals slope * position of the key. So k gets one more dimension, which holds slope * position as
+transformers rounds it to the dtype, and q one that holds 1 / the scale of scores. The cache and the kernels need no
+change.
 """
 
 import math
@@ -49,18 +50,18 @@ def slopes(heads: int) -> list[float]:
 
 
 @cache  # a tensor made from a list would synchronise a GPU with the host in every call
-def _slopes(heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(slopes(heads), dtype=torch.float64, device="cpu").to(device, dtype)
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    return torch.tensor(slopes(heads), dtype=torch.float64, device="cpu").to(device, torch.float32)
 
 
 def _bloom(attend: Any) -> Any:
     def forward(self: Any, hidden: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         q, k, v = self._reshape(self.query_key_value(hidden))
         scale = self.inv_norm_factor
-        slope = _slopes(self.num_heads, q.device, q.dtype) / scale
-        positions = greenlet.getcurrent().inputs.positions.to(k.dtype)  # type: ignore[attr-defined]
-        q = torch.cat([q, slope.view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
-        k = torch.cat([k, positions.view(1, 1, -1, 1).expand(*k.shape[:3], 1)], -1)
+        positions = greenlet.getcurrent().inputs.positions.float()  # type: ignore[attr-defined]
+        bias = (_slopes(self.num_heads, k.device)[:, None] * positions.view(1, -1)).to(k.dtype)
+        q = torch.cat([q, q.new_full((*q.shape[:3], 1), 1 / scale)], -1)
+        k = torch.cat([k, bias.view(1, *bias.shape, 1)], -1)
         out, _none = attend(self, q, k, v, None, scaling=scale)
         return self.dense(out.flatten(2)) + residual, None
 

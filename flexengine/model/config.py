@@ -38,8 +38,6 @@ _FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is buil
 _BARE_LAYERS, _BARE_EXPERTS = 1_000, 100_000  # at most without weights: about ten seconds. Kimi K2 has 23,424 experts
 # Least value of sizes that a config states, under these names or those of its family.
 _LEAST = dict.fromkeys((*_COUNTS, "num_key_value_heads", "head_dim"), 1) | {"intermediate_size": 0}
-# Families that are computed in float32 only, and why.
-_ONLY_FLOAT32 = {"bloom": "keys hold their positions, which 16 bits round"}
 # Names of other sizes, which are never negative if the family has them. A window or a chunk may be -1, for no limit.
 SIZES = re.compile(
     r"(dim|(?<!window_)(?<!chunk_)size|rank|inner|experts|heads|(?<!window_)layers|width|channels|groups?|per_tok|scalar)$"
@@ -281,17 +279,9 @@ def quantisation(raw: Mapping[str, Any]) -> str:
 
 
 def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:
-    """Return the requested compute dtype, or the default: float32 on cpu and sim, the checkpoint's dtype on cuda, or
-    float32 if the model cannot be computed in the checkpoint's. Raise UnsupportedModel if a requested one cannot be."""
+    """Return the requested compute dtype, or the default: float32 on cpu and sim, the checkpoint's dtype on cuda."""
     own, asked = getattr(config, "dtype", None), named_dtype(requested)
-    dtype = asked or (own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32)
-    if dtype == torch.float32 or (why := _ONLY_FLOAT32.get(config.model_type)) is None:
-        return dtype
-    fault = f"{config.model_type} cannot be computed in {str(dtype).removeprefix('torch.')}, as {why}"
-    if asked is not None:
-        raise UnsupportedModel(f"{fault}; set --dtype to float32, or leave it out")
-    message(f"{fault}: it is computed in float32")
-    return torch.float32
+    return asked or (own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32)
 
 
 def named_dtype(requested: str | None) -> torch.dtype | None:

@@ -86,7 +86,8 @@ class Weights:
         """
         self.arrivals.load_resident(unit)
         complete = unit < len(self.skeleton.layers) and unit not in self.arrivals.units
-        if complete and self.machine.compute.type == "cpu":  # reorder the layer's weights for the CPU's products
+        # Reorder the layer's weights for the CPU's products; with 16-bit activations, torch multiplies.
+        if complete and self.machine.compute.type == "cpu" and self.skeleton.product.dtype == torch.float32:
             for name, param in self.skeleton.layers[unit].items():
                 if name in self._resident and param.linear and name not in self._forms:
                     param.module.packed = kernels.load().pack(self._resident[name])  # type: ignore[assignment]
