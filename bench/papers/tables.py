@@ -1,7 +1,7 @@
 """Tables of our figures beside published ones, as text and as a page of the documentation."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 FAR = 0.15  # a ratio that differs by more than this share needs a reason
 
@@ -25,6 +25,11 @@ class Figure:
     def unexplained(self) -> bool:
         """Whether ours is far from the published figure, and nothing says why."""
         return self.ratio is not None and abs(self.ratio - 1) > FAR and not self.why
+
+
+def far(figure: Figure, why: Callable[[], str]) -> Figure:
+    """Return the figure with the reason that `why` finds if it is far from the published one; reasons may take time."""
+    return replace(figure, why=why()) if figure.unexplained else figure
 
 
 @dataclass(frozen=True)
