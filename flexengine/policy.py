@@ -87,13 +87,16 @@ class Policy:
         schedule: when sequences enter the block: row (one gpu_batch at a time), zigzag (all together), diagonal (one
             cohort per sweep) or continuous.
         prefill_tokens: most tokens of one gpu_batch in a sweep; limits the memory of activations.
-        delegate: whether the CPU computes decode attention of sequences with KV cache on the host. Queries, keys and
-            values of new tokens then cross the link instead of pages (FlexGen section 4.2, "CPU computation").
-            Activations must stay on the device.
+        delegate: whether the CPU computes decode attention of sequences with KV cache on the host or a disk. Queries,
+            keys and values of new tokens then cross the link instead of pages, and pages on a disk are read to host RAM
+            (FlexGen section 4.2, "CPU computation").
         partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences; heads:
             some heads of all sequences; tokens: some tokens of all sequences, whose partial results are merged.
         neurons: share of the neurons of sparse feed-forward blocks whose weights stay on the device, if the others are
             read when they become active (LLM in a flash, section 3.3), or of the experts of each layer.
+        half_layers: whether the weights that a layer uses up to attention, and its others, pass through a slot each, so
+            that two slots take the bytes of one layer (FlexGen's --sep-layer). Layers whose attention is delegated
+            give back the first slot before attention, and load the other one meanwhile.
         queries_first: whether attention workers get queries before keys and values are computed, and begin with the
             cached tokens (Lamina, section 3.4).
 
@@ -117,6 +120,7 @@ class Policy:
     partition: Annotated[str, PARTITIONS] = REQUESTS
     queries_first: bool = False
     neurons: Annotated[float, Limit(0, 1), "a share from 0 to 1"] = 0.0
+    half_layers: bool = False
 
     @python_words
     def __post_init__(self) -> None:
@@ -136,15 +140,15 @@ class Policy:
         if self.partition != REQUESTS and not self.works:
             raise InvalidInput(f"policy partition is {self.partition}, but cache has no share on {WORKERS}; give it"
                                " one, or leave out partition")  # fmt: skip
+        if self.half_layers and self.slots != 2:
+            fault = f"half_layers is true with slots {self.slots}; the halves of layers have one slot each"
+            raise InvalidInput(f"policy {fault}; set slots to 2, or half_layers to false")
         if self.queries_first and not self.works:
             raise InvalidInput(f"policy queries_first is true, but cache has no share on {WORKERS}; give it one, or set"
                                " queries_first to false")  # fmt: skip
-        if self.delegate and self.activations[0] < 1:
-            raise InvalidInput(f"policy delegate is true with activations {list(self.activations)}; hidden states must"
-                               " stay on the device while the CPU attends; set activations to [1, 0, 0]")  # fmt: skip
-        if self.delegate and not self.cache[1]:
+        if self.delegate and self.cache[0] + self.works > 1 - 1e-6:
             raise InvalidInput(f"policy delegate is true with cache {list(self.cache)}; attention is delegated only"
-                               " for KV cache on the host; give cache a share on the host, or set delegate to"
+                               " for KV cache on the host or a disk; give cache a share there, or set delegate to"
                                " false")  # fmt: skip
 
     @property
@@ -172,7 +176,7 @@ class Policy:
         attender, or "device"."""
         if place_of(cache_home).worker:
             return cache_home
-        return HOST if self.delegate and cache_home == HOST else DEVICE
+        return HOST if self.delegate and (cache_home == HOST or place_of(cache_home).disk) else DEVICE
 
     def attended(self, homes: Iterable[str]) -> dict[str, str]:
         """Return, by tier of the KV cache, the place that computes decode attention, without tiers of the device's own

@@ -153,18 +153,24 @@ def test_delegate_is_true_or_false(value: Any, shown: str) -> None:
     assert str(caught.value) == f"policy delegate is {shown}; it must be True or False"
 
 
-def test_delegate_needs_a_cache_on_the_host_and_activations_on_the_device(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"cache \[1.0, 0.0, 0.0\]; .* only for KV cache on the host"):
+def test_delegate_needs_a_cache_off_the_device(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"cache \[1.0, 0.0, 0.0\]; .* only for KV cache on the host or a disk"):
         Policy(delegate=True)
-    with pytest.raises(InvalidInput, match=r"activations \[0.5, 0.5, 0.0\]; .*set activations to \[1, 0, 0\]"):
-        Policy(cache=(0, 1, 0), activations=(0.5, 0.5, 0), delegate=True)
-    made = Policy(cache=(0, 0.5, 0.5), delegate=True)
+    made = Policy(cache=(0, 0, 1), activations=(0.5, 0.5, 0), delegate=True)
+    assert (made.attends("host"), made.attends("disk2"), made.attends("device")) == ("host", "host", "device")
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(made.to_json()))
     assert Policy.load(path) == made
     old = {name: value for name, value in Policy().to_json().items() if name != "delegate"}
     path.write_text(json.dumps(old))
     assert Policy.load(path) == Policy()
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_halves_of_layers_have_two_slots(slots: int) -> None:
+    assert Policy(half_layers=True).slots == 2
+    with pytest.raises(InvalidInput, match=f"half_layers is True with slots {slots}; .* set slots to 2"):
+        Policy(half_layers=True, slots=slots)
 
 
 def test_block_size() -> None:
@@ -194,10 +200,10 @@ def test_json_round_trip(tmp_path: Path, rng: random.Random) -> None:
         "cache": random_split(rng), "activations": random_split(rng), "slots": rng.randint(1, 4),
         "schedule": rng.choice(["row", "zigzag", "diagonal", "continuous"]), "prefill_tokens": rng.randint(1, 9999),
     }  # fmt: skip
-    on_device = fields["activations"] == [1, 0, 0]
     fields["partition"] = "requests"
     fields["queries_first"], fields["neurons"] = False, 0.0
-    fields["delegate"] = bool(on_device and fields["cache"][1] and rng.random() < 0.5)  # type: ignore[index]
+    fields["delegate"] = bool(fields["cache"][0] < 1 and rng.random() < 0.5)  # type: ignore[index]
+    fields["half_layers"] = bool(fields["slots"] == 2 and rng.random() < 0.5)
     path.write_text(json.dumps(fields))
     policy = Policy.load(path)
     assert policy == Policy(**fields)  # type: ignore[arg-type]

@@ -179,8 +179,8 @@ class Core:
         ports.check(self.skeleton)
         layout, machine = watch.layout, self.machine
         if self._weights is not None:
-            old, same = self._weights.layout, ("homes", "slot", "stages", "head_rows")
-            if old.policy.slots != layout.policy.slots or any(getattr(old, n) != getattr(layout, n) for n in same):
+            old, same = self._weights.layout, ("homes", "slots", "stages", "early_stages", "head_rows")
+            if any(getattr(old, n) != getattr(layout, n) for n in same):
                 self.drop_weights()
         for tier in machine.tiers.values():
             tier.ledger.restart_peak()
@@ -209,6 +209,7 @@ class Core:
             layout.demand(self.facts),
             worker.hidden.ports.names,
             worker.joined.count,
+            weights.halves,
         )
 
     @torch.no_grad()

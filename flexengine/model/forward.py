@@ -190,7 +190,9 @@ class PausingEmbedding(nn.Module):
         rows, ids = pause(Rows(EMBEDDING, (self.name,), ids))
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         try:
-            return self.embedding(ids)
+            embedded, current = self.embedding(ids), this_pass()
+            current.embedded = None if current.recycles else embedded
+            return embedded
         finally:  # free the rows, but keep a table: models read its device
             self.embedding._parameters["weight"] = nn.Parameter(rows.new_empty(0, rows.shape[1]), requires_grad=False)
 
@@ -262,6 +264,7 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     computed = 0  # number of the layer after the last one that calls of kernels (native/layer.py) have computed
     output: Tensor | None = None  # output of this layer before; None if modules compute it
     positions: Any = None  # position embeddings that this layer before got
+    embedded: Tensor | None = None  # output of the embedding, if hidden states leave the device between layers
     recycles = False  # whether outputs of layers may be in memory that is used again (kernels/recycled.py)
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -320,8 +323,15 @@ class Forward:
                 event = self._greenlet.switch(value)
         return event
 
+    def free_embedding(self) -> None:
+        """Free the memory of the embedding's output, which frames of a paused pass refer to."""
+        if self._greenlet.embedded is not None:
+            self._greenlet.embedded.untyped_storage().resize_(0)
+            self._greenlet.embedded = None
+
     def end(self) -> None:
         """Unwind a paused pass, to free its frames and tensors."""
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw()
             self._greenlet.output, self._greenlet.positions, self._greenlet.paged = None, None, ()
+            self._greenlet.embedded = None

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flexengine.errors import InvalidInput, UnsupportedModel, library_faults
 from flexengine.model.build import marked
 from flexengine.model.forward import ATTENTION, Layer, PausingLayer, pausing_layers
+from flexengine.model.halves import from_embedding, requiring_gradients
 from flexengine.model.skeleton import Skeleton
 
 
@@ -54,16 +55,9 @@ def _note_outputs(module: PausingLayer, _: nn.Module, __: Any, output: Any) -> N
 def _refuse_leaks(skeleton: Skeleton) -> None:
     """Raise UnsupportedModel if a layer of the range reads values of the embedding, except through hidden states: in
     this trial, only what depends on the embedding in another way requires gradients."""
-
-    def requiring_gradients(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output.detach().requires_grad_().clone()  # clone, as a leaf must not be changed in place
-
-    with skeleton.model.get_input_embeddings().register_forward_hook(requiring_gradients):
+    with requiring_gradients(skeleton.model):
         for event in skeleton.trial():
-            if isinstance(event, Layer) and event.index == 0:
-                continue
-            values = [event.hidden] if isinstance(event, Layer) else event
-            if any(isinstance(x, Tensor) and x.requires_grad for x in values):
+            if from_embedding(event):
                 fault = f"{skeleton.name}: its layers read values of the embedding beside hidden states"
                 raise UnsupportedModel(f"{fault}, so it can be run only as a whole")
             if isinstance(event, Layer) and event.index == len(skeleton.layers):

@@ -77,6 +77,8 @@ class Skeleton:
     forms: dict[str, WeightFormat] = field(default_factory=dict)  # format of each encoded parameter, by name
     total: int = 0  # number of decoder layers of the whole model
     first: int = 0  # number of `layers[0]` in the whole model
+    early: frozenset[str] = frozenset()  # parameters of layers that are used before attention only; none if unknown
+    embedding_stays: bool = True  # whether layers may read values of the embedding beside hidden states
     queries_apart: bool = False  # whether queries can be computed before keys and values (queries.py)
 
     @property

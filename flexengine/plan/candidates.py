@@ -62,7 +62,7 @@ class Candidates:
     # predictions of the policies that fit, in the order of the search
     predictions: dict[Policy, Prediction] = field(default_factory=dict)
     refused: dict[Policy, OutOfMemory] = field(default_factory=dict)  # errors of the policies that do not fit
-    _weights: dict[tuple[Split, int, float], Layout] = field(default_factory=dict)
+    _weights: dict[tuple[Split, int, float, bool], Layout] = field(default_factory=dict)
     _best: Prediction | None = None
 
     def __post_init__(self) -> None:
@@ -136,7 +136,9 @@ class Candidates:
                 yield divided(policy, batches)
                 if batches > 1:  # a slightly smaller block, in case a memory is just too small
                     yield replace(policy, gpu_batch_size=batch, num_gpu_batches=batches - 1)
-        yield replace(policy, slots=1)
+        yield replace(policy, slots=1, half_layers=False)
+        if policy.delegate and policy.slots == 2 and policy.weights[0] < 1 and self.cost.model.divisible:
+            yield replace(policy, half_layers=not policy.half_layers)
         for factor in (0.85, 1, 1.2):
             block = max(1, min(round(policy.block_size * factor), self.blocks()[0]))
             yield replace(self.of(block), prefill_tokens=policy.prefill_tokens, schedule=policy.schedule)
@@ -165,7 +167,7 @@ class Candidates:
 
     def laid_out(self, policy: Policy, capacity: Capacity) -> Layout:
         """Return the policy's layout. Raise OutOfMemory if it does not fit."""
-        model, key = self.cost.model, (policy.weights, policy.slots, policy.neurons)
+        model, key = self.cost.model, (policy.weights, policy.slots, policy.neurons, policy.half_layers)
         if key not in self._weights:
             self._weights[key] = lay_out_weights(model, policy, capacity)
         return lay_out(model, policy, self.cost.workload, capacity, self._weights[key])
@@ -201,8 +203,8 @@ def placed_like(shape: Policy, placed: Policy) -> Policy:
 
 
 def sensible(policy: Policy) -> Policy:
-    """Return the policy, without delegation if no sequence of its block has its cache on the host, and with the KV
-    cache of attention workers on the device if that is no sequence."""
+    """Return the policy, without delegation if no sequence of its block has its cache on the host or a disk, and with
+    the KV cache of attention workers on the device if that is no sequence."""
     if policy.works and not reaches_workers(policy.block_size, policy.cache):
         split = shares(policy.cache)
         split["device"] += split.pop(WORKERS)

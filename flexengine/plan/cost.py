@@ -199,6 +199,8 @@ class Cost:
             prompts = self._prompt(policy.gpu_batch_size, policy.prefill_tokens)
             last = {lanes[-1] for lanes in routes(self.hardware).load.values() if lanes}
             lanes |= by_lane(waits_for_prompts(lanes, last, self.rates, policy, sweeps, prompts, split), ())
+            if policy.half_layers:
+                lanes |= by_lane(guest("delegation").half_layers(lanes, last, policy, sweeps), ())
         return lanes
 
     def terms(
@@ -234,7 +236,7 @@ class Cost:
 
     def slowing(self, policy: Policy) -> Talk:
         """Return `crosstalk` under a policy."""
-        if not policy.delegate and not policy.works:  # most policies of a search
+        if not (policy.delegate or policy.works or policy.half_layers):  # most policies of a search
             return self.crosstalk
         rows = max(1, self.workload.count)
         return cast(Talk, guest("delegation").slowing(self.crosstalk, self.hardware, policy, self.model, rows))

@@ -15,13 +15,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexengine.errors import InvalidInput
-from flexengine.places import place_of, workers_in_memory, workers_of
+from flexengine.places import DEVICE, place_of, workers_in_memory, workers_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Capacity, Hardware, at
 from flexengine.plan.layout import CHOSEN, Layout
+from flexengine.plan.profile import Profile
 from flexengine.plan.sizes import DELEGATION, DESKS, Array, aligned, delegated
-from flexengine.plan.terms import CACHE, Sweeping, Term, decode_attention, routes
+from flexengine.plan.terms import (
+    BESIDE_PROMPTS,
+    CACHE,
+    WEIGHTS,
+    Lanes,
+    Sweeping,
+    Term,
+    decode_attention,
+    kind_of,
+    routes,
+)
+from flexengine.plan.workload import Workload
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes
 
 LOG_SUM_BYTES = 4  # of a log-sum-exp
@@ -44,7 +57,8 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
     check_partition(model, layout.policy, layout.places)
     policy, rows = layout.policy, delegated(layout.policy, layout.places)
     # A token that waits has q, k, v with and without rotation, and the residual with its norm and casts.
-    token = 3 * model.sent + 4 * model.hidden * model.itemsize
+    # If hidden states leave the device, the output of the embedding is kept while the first layer waits.
+    token = 3 * model.sent + (4 + (policy.activations[0] < 1)) * model.hidden * model.itemsize
     layout.book("device", "paused forwards", aligned(min(policy.block_size, sum(rows.values())) * token))
     if policy.works and not workers_of(rows):
         raise InvalidInput(
@@ -63,9 +77,8 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
     by_cpu = [n for place, n in rows.items() if not place_of(place).worker]
     if policy.delegate and not by_cpu:
         raise InvalidInput(
-            f"policy delegate is true, but no sequence of a block of {policy.block_size} has"
-            f" cache on the host, whose share is {policy.cache[1]:g}; raise the share, or set delegate"
-            " to false"
+            f"policy delegate is true, but no sequence of a block of {policy.block_size} has cache on the host or a"
+            f" disk, whose share is {sum(policy.cache[1:]) - policy.works:g}; raise the share, or set delegate to false"
         )
     layout.delegation = {place: aligned(n * model.sent) for place, n in rows.items()}
     for tier in ("device",) if capacity.shared else ("device", "host"):
@@ -91,6 +104,13 @@ def check_partition(model: ModelFacts, policy: Policy, places: Iterable[str]) ->
     }
     for fault in filter(faults.get, faults):
         raise InvalidInput(f"policy {fault}")
+
+
+def prompt_pages(policy: Policy, workload: Workload, pool: Pool) -> int:
+    """Return the pages of a gpu_batch of prompts of mean length, at least those of the longest sequence."""
+    prompts = math.ceil(policy.prefill_tokens * workload.count / max(1, workload.prompt_tokens(workload.count)))
+    tokens = -(-policy.prefill_tokens // pool.page_tokens) + min(prompts, policy.gpu_batch_size)
+    return max(pool.held(workload.longest), tokens)
 
 
 # Seconds.
@@ -136,31 +156,49 @@ def slowing(
         rows: number of rows of the job.
     """
     homes, way = cache_homes(policy, hardware.places), routes(hardware)
-    attended, talk = policy.attended(homes), {lane: dict(others) for lane, others in crosstalk.items()}
+    talk = {lane: dict(others) for lane, others in crosstalk.items()}
     filled = min(1.0, rows / policy.block_size) / policy.gpu_batch_size
-    own = {home: math.ceil(filled * n) for home, n in homes.items()}  # gpu_batches, each of sequences of one place
-    batches = sum(own.values())
+    own = dict[str, int]()  # by place that attends: gpu_batches, each of sequences of one place
+    for home, n in homes.items():
+        own[policy.attends(home)] = own.get(policy.attends(home), 0) + math.ceil(filled * n)
+    batches, attended = sum(own.values()), [place for place in own if place != DEVICE]
     streams, before = policy.weights[0] < 1, projection_share(model, 0)
-    after = (1 - before) * sum(own[home] for home in attended) / batches
+    after = (1 - before) * sum(own[place] for place in attended) / batches
     cores = hardware.worker_cores if not hardware.gpu else {}
 
     def add(lane: str, other: str, share: float) -> None:
         if share > 0:
             talk.setdefault(lane, {})[other] = max(share, talk.get(lane, {}).get(other, 0.0))
 
-    for home, place in attended.items():
+    for place in attended:
         _, lane, back = way.attend[place]
         closed = batches == 1 or (streams and policy.slots < 3)
-        add("device", lane, closed / len(attended) * (1 / own[home] + before / batches - 1 + after))
-        add(lane, "device", (closed or own[home] == 1) / batches)
+        add("device", lane, closed / len(attended) * (1 / own[place] + before / batches - 1 + after))
+        add(lane, "device", (closed or own[place] == 1) / batches)
         for one, other in (("device", lane), (lane, "device")):
             add(one, other, min(1.0, sum(cores.get(worker, 0.0) for worker in policy.team(place, hardware.places))))
         if streams and back in way.load["host"]:
-            later = before / batches + after * (1 - 1 / own[home]) if batches > 1 else after
+            later = before / batches + after * (1 - 1 / own[place]) if batches > 1 else after
             add(back, "device", later)
             add("device", back, later if batches > 1 else 0.0)
-            add(back, lane, closed / own[home] if batches > 1 else 0.0)
+            add(back, lane, closed / own[place] if batches > 1 else 0.0)
     return talk
+
+
+def half_layers(work: Lanes, last: Iterable[str], policy: Policy, sweeps: Profile) -> Iterator[Term]:
+    """Yield, for each lane that loads to the device, a lower bound of a sweep if halves of layers are loaded apart:
+    cells that are computed at once, as those of prompts, do not overlap with the load of the next layer.
+
+    Args:
+        work: seconds by lane and fraction.
+        last: the lanes.
+    """
+    whole = np.where((sweeps.prompt > 0) | (not policy.delegate) | (policy.cache[0] > 0), 1.0, 0.0)
+    for lane in last:
+        loads = {name: seconds for name, seconds in work[lane].items() if kind_of(name) == WEIGHTS}
+        for name, seconds in (*work["device"].items(), *loads.items()):
+            kind, _, place = name.partition("@")
+            yield Term(f"{lane} of halves {BESIDE_PROMPTS}", kind, place, whole * seconds)
 
 
 def terms(data: Sweeping) -> Iterator[Term]:

@@ -25,6 +25,7 @@ class TensorFact:
     encoded: int = 0
     together: int = 16  # rows of an encoded tensor that are encoded together
     form: str = ""  # name of the format, "" for plain
+    early: bool = False  # whether its layer uses it before attention only
 
     @property
     def rows_together(self) -> int:
@@ -115,6 +116,7 @@ class ModelFacts:
     kv_form: str = ""  # name of the format of K and V, "" for the compute dtype
     gpu: bool = False  # whether a GPU computes
     leaves: bool = False  # whether hidden states leave to layers after the range, so that there is no head
+    embedding_stays: bool = True  # whether layers may read values of the embedding beside hidden states
     queries_apart: bool = True  # whether queries can be computed before keys and values
     # per layer, its block whose neurons are read when they become active, if any; () if no layer has one. Their
     # weights are not among `layers`.
@@ -172,6 +174,12 @@ class ModelFacts:
     def groups(self) -> tuple[tuple[TensorFact, ...], ...]:
         """Return the groups in which weights are assigned to tiers: one per layer, then head and embedding."""
         return (*self.layers, *((t,) for t in self.edges))
+
+    @cached_property
+    def divisible(self) -> bool:
+        """Return whether halves of layers can be loaded apart: the weights that are used up to attention, and the
+        others."""
+        return not (self.experts or self.blocks) and all(any(t.early for t in layer) for layer in self.layers)
 
     @cached_property
     def group_names(self) -> tuple[str, ...]:

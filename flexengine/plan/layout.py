@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import mul
 
-from flexengine.errors import ONE_SEQUENCE, OutOfMemory, size
-from flexengine.places import DISK, TIERS, disks_of, further_disks, place_of, workers_in_memory
+from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, size
+from flexengine.places import DISK, HOST, TIERS, disks_of, further_disks, place_of, workers_in_memory
 from flexengine.plan import guest
 from flexengine.plan.facts import CacheGroup, ModelFacts, TensorFact
 from flexengine.plan.hardware import Capacity, check_places
@@ -57,8 +58,10 @@ class Layout:
     homes: dict[str, str] = field(default_factory=dict)  # place of every tensor, by name
     stored_bytes: dict[str, int] = field(default_factory=dict)  # sum of the tensors' `stored_bytes`, by place
     head_rows: int = 0  # vocabulary rows per head chunk
-    slot: int = 0  # bytes of one weight slot
+    slot: int = 0  # bytes of one weight slot; of the slot of second halves, if halves of layers are loaded apart
+    early_slot: int = 0  # bytes of the slot of first halves
     stages: dict[str, int] = field(default_factory=dict)  # bytes of a slot's host staging, by disk
+    early_stages: dict[str, int] = field(default_factory=dict)  # of the slot of first halves
     # bytes of a layer's weights that are read together, by place; mean over layers with weights there
     layer_reads: dict[str, float] = field(default_factory=dict)
     groups: tuple[CacheGroup, ...] = ()  # groups of layers whose queries see equally many tokens
@@ -66,6 +69,7 @@ class Layout:
     # bytes of one layer's page, by place and group
     page_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cache_buffer: int = 0  # device bytes of one buffer for KV pages
+    cache_stage: int = 0  # host bytes of one stage for KV pages on their way from or to a disk or a worker
     values: int = 0  # bytes of chosen values in transfer at once
     embedded: int = 0  # host bytes of a sweep's embedding rows, if the embedding is off the GPU
     rooms: tuple[int, ...] = ()  # by layer, neurons or experts that memory has room for, if they are read on demand
@@ -99,6 +103,17 @@ class Layout:
     def pool_of(self, tier: str, layer: int) -> Pool:
         """Return the pool of a tier in which a layer has its pages."""
         return next(p for p, group in zip(self.pools[tier], self.groups, strict=True) if layer in group.layers)
+
+    @property
+    def slots(self) -> list[int]:
+        """Bytes of each weight slot. With halves of layers, the first slot is that of first halves."""
+        halves = [self.early_slot] * self.policy.half_layers
+        return [*halves, *[self.slot] * (self.policy.slots - len(halves))]
+
+    def slot_stages(self, disk: str) -> list[int]:
+        """Return the bytes of each slot's host staging for a disk."""
+        halves = [self.early_stages.get(disk, 0)] * self.policy.half_layers
+        return [*halves, *[self.stages.get(disk, 0)] * (self.policy.slots - len(halves))]
 
     def room(self, tier: str) -> float:
         """Return the tokens of all pages of a tier, averaged over layers."""
@@ -159,9 +174,12 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
         capacity: only its places, `staged` and `shared` matter.
 
     Raises:
-        InvalidInput: the policy names a place that the machine does not have.
+        InvalidInput: the policy names a place that the machine does not have, or divides layers that cannot be.
     """
     check_places(policy, capacity)
+    if policy.half_layers and not model.divisible:
+        fault = "layers of this model cannot be divided at attention, or load experts or neurons"
+        raise InvalidInput(f"policy half_layers is true, but {fault}; set half_layers to false")
     layout = Layout(policy, capacity.places)
     homes = place_groups(model.group_sizes, policy.weights)
     layout.homes.update(zip(model.group_names, chain.from_iterable(homes), strict=True))
@@ -170,10 +188,11 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     reads = {tier: [0, 0] for tier in layout.places}  # bytes, and number of layers with weights there
     for (j, at), times in layers.items():
         placed = list(zip(model.layers[j], at, strict=True))
-        layout.slot = max(layout.slot, slot_bytes(t.held_bytes for t, home in placed if home != "device"))
-        for disk in disks_of(set(at)):
-            staged = slot_bytes(t.stored_bytes for t, home in placed if home == disk)
-            layout.stages[disk] = max(layout.stages.get(disk, 0), staged)
+        late = [(t, home) for t, home in placed if not (policy.half_layers and t.early)]
+        layout.slot = max(layout.slot, _slot(late, layout.stages))
+        if policy.half_layers:
+            early = [(t, home) for t, home in placed if t.early]
+            layout.early_slot = max(layout.early_slot, _slot(early, layout.early_stages))
         _book_weights(layout, placed, times)
         for tier in set(at):
             reads[tier][0] += times * sum(t.stored_bytes for t, home in placed if home == tier)
@@ -183,9 +202,11 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     _head(layout, model)
     if model.blocks or policy.neurons:
         guest("neurons").book(layout, model, capacity.shared)
-    layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
+    layout.book("device", "weight slots", sum(map(aligned, layout.slots)))
     if capacity.staged:
-        layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))
+        disks = dict.fromkeys((*layout.stages, *layout.early_stages))
+        staged = sum(aligned(nbytes) for disk in disks for nbytes in layout.slot_stages(disk))
+        layout.book("host", "weight staging", staged)
     if any(layout.stored_bytes[disk] for disk in further_disks(layout.places)):
         layout.copying = COPIED
         layout.book("host", COPYING, layout.copying)
@@ -193,6 +214,14 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
         layout.passing = CONVERTED
         layout.book("host", PASSING, layout.passing)
     return layout
+
+
+def _slot(placed: list[tuple[TensorFact, str]], stages: dict[str, int]) -> int:
+    """Return the bytes of a slot for tensors off the device. Enlarge the staging in `stages`, by disk, for them."""
+    for disk in disks_of({home for _, home in placed}):
+        staged = slot_bytes(t.stored_bytes for t, home in placed if home == disk)
+        stages[disk] = max(stages.get(disk, 0), staged)
+    return slot_bytes(t.held_bytes for t, home in placed if home != "device")
 
 
 def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], times: int = 1) -> None:
@@ -266,13 +295,19 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         slices = max(1, len(policy.team(tier, layout.places))) if policy.partition == TOKENS else 1
         sizes = [page_tokens(model, tier, longest, group.window, slices) for group in groups]
         pools = [Pool(0, size, None, group.window) for size, group in zip(sizes, groups, strict=True)]
+        layout.page_bytes[tier] = tuple(pool.page_tokens * model.kv_token for pool in pools)
         if tier != "device":
-            batch = min(policy.gpu_batch_size, count)
-            pools = [replace(pool, batch_pages=workload.pages(batch, pool)) for pool in pools]
+            batch, pages = min(policy.gpu_batch_size, count), layout.page_bytes[tier]
+            whole = [workload.pages(batch, pool) for pool in pools]
+            passing = whole
+            if policy.attends(tier) == HOST:  # pages of decoding sequences pass through no device buffer
+                fewer = guest("delegation").prompt_pages
+                passing = [min(n, fewer(policy, workload, pool)) for n, pool in zip(whole, pools, strict=True)]
+            pools = [replace(pool, batch_pages=n) for pool, n in zip(pools, passing, strict=True)]
+            layout.cache_buffer = max(layout.cache_buffer, *map(mul, passing, pages))
+            if place_of(tier).staged and capacity.staged:
+                layout.cache_stage = max(layout.cache_stage, *map(mul, whole, pages))
         layout.pools[tier] = tuple(pools)
-        layout.page_bytes[tier] = tuple(pool.page_tokens * model.kv_token for pool in layout.pools[tier])
-        buffers = zip(layout.pools[tier], layout.page_bytes[tier], strict=True)
-        layout.cache_buffer = max(layout.cache_buffer, *((pool.batch_pages or 0) * page for pool, page in buffers))
     layout.book("device", "cache buffers", num_buffers(policy.slots) * aligned(layout.cache_buffer))
     if model.topk is not None:
         layout.values = aligned(min(CHOSEN, layout.cache_buffer // 2))
@@ -280,10 +315,10 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("host", VALUES, layout.values if capacity.staged else 0)
     if model.centred:
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
-    if any(place_of(home).staged for home in homes) and capacity.staged:
-        layout.book("host", "cache staging", num_buffers(policy.slots) * aligned(layout.cache_buffer))
+    if layout.cache_stage:
+        layout.book("host", "cache staging", num_buffers(policy.slots) * aligned(layout.cache_stage))
     expert = max((block.read_bytes for block in model.blocks if block is not None and block.experts), default=0)
-    longest_read = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer, expert)
+    longest_read = max(model.stored_bytes, layout.cache_buffer, layout.cache_stage, layout.hidden_buffer, expert)
     used = {place for place, nbytes in layout.stored_bytes.items() if nbytes} | layout.pools.keys()
     disks = 1 + len((used | layout.hidden_home.keys()).intersection(further_disks(layout.places)))
     layout.book("device" if capacity.shared else "host", READING, read_buffers(longest_read, disks))

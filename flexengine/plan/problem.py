@@ -153,7 +153,8 @@ def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity
 def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Affine:
     """Return the bytes of one tier. cache: as in `memories`, of this tier."""
     accounts = {at: layout.account[tier] for at, layout in corners.items()}
-    delegates = any(layout.policy.delegate for layout in corners.values())
+    hidden_moves = len({layout.policy.activations for layout in corners.values()}) > 1
+    delegates = any(layout.policy.delegate for layout in corners.values()) and not hidden_moves
     line = Affine(0.0)
     for what in dict.fromkeys(what for account in accounts.values() for what in account):
         booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}

@@ -126,7 +126,8 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
     Cells are computed layer by layer, so the passes of all gpu_batches are open at once. A pass has PASS bytes and, per
     token: the output of the embedding, hidden states if they stay on the device, cosines and sines of rotary positions
-    in fp32, id and position.
+    in fp32, id and position. Where hidden states leave the device, the first layer's end frees the output of the
+    embedding, unless layers read it, too.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
@@ -135,7 +136,8 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     logits = model.logits * min(policy.block_size, workload.count or 1)
     row = model.hidden * model.itemsize
     passes = open_passes(policy, workload) * PASS if not model.gpu else 0
-    return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)
+    embedded = tokens if model.embedding_stays else min(tokens, resident + batch_tokens(policy, workload))
+    return aligned(embedded * row + tokens * (2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)
 
 
 def gpu_buffers(model: ModelFacts, tokens: int, longest: int) -> int:
@@ -171,8 +173,10 @@ def gpu_buffers(model: ModelFacts, tokens: int, longest: int) -> int:
 def delegated(policy: Policy, places: Iterable[str]) -> dict[str, int]:
     """Return the most sequences with delegated decode attention, by place that computes it. places: places of the
     machine."""
-    homes = cache_homes(policy, places)
-    return {place: homes[home] for home, place in policy.attended(homes).items()}
+    homes, rows = cache_homes(policy, places), dict[str, int]()
+    for home, place in policy.attended(homes).items():
+        rows[place] = rows.get(place, 0) + homes[home]
+    return rows
 
 
 def read_buffers(longest: int, disks: int) -> int:

@@ -7,8 +7,9 @@ weights        Each layer, and the head, crosses the lanes from its tier once pe
 KV cache       Whole pages are loaded before a layer computes, and changed pages are stored after. If pages are in host
                RAM, a decode step stores only its token.
 delegated      Queries, keys and values of decoding sequences are copied to the place that computes attention, and the
-               output is copied back. Only pages of continued prompts are loaded to the device. If queries go first to
-               attention workers, there are two copies, tasks and questions.
+               output is copied back. Only pages of continued prompts are loaded to the device; pages of decoding
+               sequences on a disk are read and written, but cross no link. If queries go first to attention workers,
+               there are two copies, tasks and questions.
 hidden states  Between two layers, hidden states cross the lanes once in each direction.
 chosen values  The device waits for these loads: see `plan.delegation`.
 prompts        A gpu_batch of prompts computes longer than those that decode, and few of these are loaded ahead of it.
@@ -289,11 +290,13 @@ class Sweeping:
             delegated = self.policy.attends(place) != "device"
             loaded = sweeps.prompt_loaded if delegated else coming
             stored = sweeps.prompt_stored if delegated or place == "host" else sweeps.stored
+            read, written = (sweeps.loaded, sweeps.stored) if delegated and place_of(place).disk else (loaded, stored)
             token_bytes = token
             if place_of(place).worker:
                 token_bytes *= guest("delegation").Crossing.of(model, self.hardware, self.policy, place).pages
-            for lanes, tokens in ((way.load[place], loaded), (way.store[place], stored)):
+            for lanes, there, crossing in ((way.load[place], read, loaded), (way.store[place], written, stored)):
                 for lane in lanes:
+                    tokens = there if lane_of(lane).of_disk else crossing
                     page = self.page_tokens * model.kv_token
                     transfer = page_transfer(self.hardware, lane, page, gpu_batch, self.neighbours)
                     yield self.move(lane, CACHE, place, tokens * token_bytes, transfer)

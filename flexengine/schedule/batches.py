@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
+from flexengine.places import DEVICE, place_of
 from flexengine.schedule.pages import Pool
 
 
@@ -53,8 +54,8 @@ class Batch(NamedTuple):
 
     pieces: tuple[Piece, ...]  # tokens to compute, of sequences with KV cache on one tier
     cache_home: str  # tier of the KV cache
-    hidden_home: str  # tier of the hidden states between layers; those of a delegated gpu_batch stay on the device
-    # Place that computes attention (`Policy.attends`): the device, or the host or attention worker that holds the KV
+    hidden_home: str  # tier of the hidden states between layers
+    # Place that computes attention (`Policy.attends`): the device, the host, or the attention worker that holds the KV
     # cache. Off the device, every piece is a decode step.
     attention: str = "device"
     queries_first: bool = False  # whether queries are sent there before keys and values are computed
@@ -63,6 +64,11 @@ class Batch(NamedTuple):
     def delegated(self) -> bool:
         """Whether an attender, not the device, computes attention."""
         return self.attention != "device"
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether KV pages are loaded and stored: from and to a disk if attention is delegated."""
+        return self.cache_home != DEVICE and (not self.delegated or place_of(self.cache_home).disk)
 
     @property
     def tokens(self) -> int:

@@ -69,7 +69,7 @@ class WholeCell:
         """
         frame, cell = self.frame, step.cell
         for unit in range(cell.layer, cell.layer + step.layers):
-            reads += self.prefetch.reads(unit)
+            reads += self.prefetch.reads(unit, op)
         if cell.layer == 0 and op in _BEGIN:
             reads += frame.entering(cell.batch)
         writes = (("run", cell.batch), *writes)

@@ -87,6 +87,9 @@ class ProgramFrame:
     # Returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their weights,
     # KV and hidden states are on the device.
     joined: Callable[[int, int], int] = lambda layer, batch: 1
+    # If halves of layers are loaded apart (`Policy.half_layers`): by half, the tiers of each unit's weights off the
+    # device. The first halves pass through slot 0, the second halves and the head through slot 1.
+    halves: Sequence[Sequence[tuple[str, ...]]] = ()
     batches: Sequence[Batch] = field(default=(), init=False)  # gpu_batches of the present sweep
 
     def __post_init__(self) -> None:

@@ -14,6 +14,9 @@ computes attention of one batch while the device computes other batches:
     device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
     cpu         A00 A01 A02     A10     A11     A12 ...
 
+Pages of a disk are read to host staging before attention, and written after it, so they do not reach the device. Hidden
+states that live off the device are loaded before the first part, and stored after the last one.
+
 If queries go first, the start of such a cell computes queries only, and three more tasks follow the copy of q: keys
 and values (device), their copy, and attention over cached tokens, which needs neither. Attention then adds the new
 tokens:
@@ -117,19 +120,43 @@ class DelegatedCell(WholeCell):
         self._experts = ExpertCell(frame, prefetch)
 
     def __call__(self, step: CellStep) -> Iterator[Task]:
+        batch, near = self.batch(step), ("near", step.cell.batch)
+        hidden = None if batch.hidden_home == DEVICE else self.frame.hiddens.take()
         if step.part is CellPart.TO_ATTENTION:
+            stage = self.frame.caches.take() if batch.moves_pages else None
+            yield from self.read_pages(step, stage)
+            yield from self.load_hidden(step, hidden)
             yield from self.prefetch.in_cell(step)
-            yield self.compute(Op.PROJECT, step, writes=(("near", step.cell.batch),))
-            yield from self.attention(step)
+            yield self.compute(Op.PROJECT, step, hidden=hidden, writes=(near,))
+            yield from self.attention(step, stage)
+            yield from self.write_pages(step, stage)
         else:
+            if self.prefetch.halves:
+                yield from self.prefetch.in_cell(step)
             by_rows = bool(self.prefetch.experts(step.cell.layer))
-            yield self.compute(Op.FINISH, step, by_rows=by_rows, reads=(("near", step.cell.batch),))
+            yield self.compute(Op.FINISH, step, hidden=None if by_rows else hidden, by_rows=by_rows, reads=(near,))
             if by_rows:
                 yield from self._experts.load_experts(step)
-                yield self._experts.resume(step)
+                yield self._experts.resume(step, hidden)
+            yield from self.store_hidden(step, hidden)
 
-    def attention(self, step: CellStep) -> Iterator[Task]:
-        """Yield the tasks that may run while the device computes other cells."""
+    def read_pages(self, step: CellStep, stage: int | None) -> Iterator[Copy]:
+        """Yield the read of the pages of a disk to host staging, the first leg of their way to the device."""
+        for leg in self.load_cache(step, stage):
+            if leg.hop == 0 and stage is not None:
+                leg.writes = (self.frame.caches.stages[stage],)
+                yield leg
+
+    def write_pages(self, step: CellStep, stage: int | None) -> Iterator[Copy]:
+        """Yield the write of changed pages from host staging to a disk, the last leg of their way from the device."""
+        *_, last = self.store_cache(step, stage) or (None,)
+        if last is not None and stage is not None:
+            last.reads = (self.frame.caches.stages[stage],)
+            yield last
+
+    def attention(self, step: CellStep, stage: int | None = None) -> Iterator[Task]:
+        """Yield the tasks that may run while the device computes other cells. stage: number of the staging with the
+        pages; None if they lie at the place."""
         cell, place = step.cell, self.batch(step).attention
         send, attend, fetch = self.frame.routes.attend[place]
         k = cell.batch
@@ -142,5 +169,8 @@ class DelegatedCell(WholeCell):
             yield Delegate(Op.SEND_KEYS, cell, send, (near_kv,), (far_kv,), place)
             yield Delegate(Op.ATTEND_CACHED, cell, attend, (far,), (far,), place)
             queried = (far, far_kv)
-        yield Delegate(Op.ATTEND, cell, attend, queried, (kv, far), place)
+        yield from self.prefetch.projected(step)
+        home = "" if stage is None else self.batch(step).cache_home
+        pages = kv if stage is None else self.frame.caches.stages[stage]
+        yield Delegate(Op.ATTEND, cell, attend, queried, (pages, far), place, home, stage)
         yield Delegate(Op.FETCH, cell, fetch, (far,), (near,), place)

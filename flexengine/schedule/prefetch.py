@@ -35,7 +35,10 @@ class Prefetch:
     Attributes:
         emitted: number of streamed units whose loads are emitted, since the job began.
         passed: number of streamed units whose cells are all emitted, since the job began; units pass in order.
+        halves: whether halves of layers are loaded apart (`schedule.halves`).
     """
+
+    halves = False
 
     def __init__(self, frame: ProgramFrame) -> None:
         self.streamed, self.layers, self.slots, self.load = frame.streamed, frame.layers, frame.slots, frame.routes.load
@@ -68,8 +71,8 @@ class Prefetch:
         """Return the slot of a unit's weights in this sweep; None if all of its weights are resident."""
         return self._number[unit] % self.slots if self.streamed[unit] else None
 
-    def reads(self, unit: int) -> Resources:
-        """Return the resources that computing a unit reads.
+    def reads(self, unit: int, op: Op = Op.COMPUTE) -> Resources:
+        """Return the resources that an operation of a unit reads.
 
         It reads all parts of the slot, also unused ones: the next unit's load must not begin there meanwhile.
         """
@@ -127,6 +130,10 @@ class Prefetch:
     def copied(self, unit: int, home: str) -> Resources:
         """Return the resources that a load from `home` reads. The checkpoint is on the first disk, without copies."""
         return () if home == DISK else self.resident(unit)
+
+    def projected(self, step: CellStep) -> Iterable[Task]:
+        """Return the loads that are due when a layer is computed up to attention."""
+        return ()
 
     def end(self, step: CellStep) -> None:
         """Note that all tasks of a step are emitted. A unit gives its slot back with the end of its last cell."""

@@ -39,7 +39,8 @@ class Program(ProgramFrame):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.prefetch = Prefetch(self)
+        made: type[Prefetch] = resolve_name("flexengine.schedule.halves:HalvesPrefetch") if self.halves else Prefetch
+        self.prefetch = made(self)
 
     def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
         """Yield the tasks of one sweep in program order. more: whether to emit the first loads of the next sweep."""

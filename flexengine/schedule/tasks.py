@@ -101,6 +101,9 @@ class Delegate(Task):
     """A part of attention at another place, or a copy to it or from it."""
 
     place: str = ""
+    # of ATTEND, if pages are read from a disk: the disk, and the number of the staging with the pages
+    home: str = ""
+    buffer: int | None = None
 
 
 def legs(copy: Copy, lanes: Sequence[str], source: Resources, stage: Hashable, target: Resources) -> Iterator[Copy]:

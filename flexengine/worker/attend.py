@@ -35,11 +35,13 @@ import torch
 from torch import Tensor
 
 from flexengine import kernels
+from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import AttentionOptions
 from flexengine.model.forward import Attend, Query
 from flexengine.places import HOST, WORKERS, place_of
 from flexengine.plan.sizes import DELEGATION
 from flexengine.schedule.batches import Batch
+from flexengine.schedule.tasks import Delegate
 from flexengine.tier.base import Region
 from flexengine.worker.cache import Cache, View, copy_pages
 from flexengine.worker.regions import Regions
@@ -75,7 +77,8 @@ class Attender(ABC):
 
     - `ask` copies all tensors of the event. The model's tensors, sinks among them, may be overwritten after the call.
     - Keys and values of earlier tokens are in pages of tier `Batch.cache_home`. STORE_CACHE tasks write keys and values
-      of prompts, and `attend` appends keys and values of every later token.
+      of prompts, and `attend` appends keys and values of every later token. Pages of a disk are loaded to host staging
+      before `attend_staged`, and stored after it.
     - Page numbers are valid for one sweep. `Cache.tables(view, layer)` returns page numbers in the pool of this tier,
       as int32 tensors in RAM.
     - A lane whose tasks read or write RAM with the CPU must not queue them (`places.Lane.queues`). On a GPU its tasks
@@ -181,6 +184,22 @@ class Attender(ABC):
         """Compute attention of the queries of gpu_batch k over the cached tokens. `attend` adds the new tokens."""
         raise NotImplementedError
 
+    def perform(self, task: Delegate, view: View) -> None:
+        """Execute an ATTEND task: `attend`, or `attend_staged` if its pages are in staging."""
+        if task.buffer is None:
+            self.attend(task.cell.batch, view)
+        else:
+            self.attend_staged(task.cell.batch, view, task.home, task.buffer)
+
+    def attend_staged(self, k: int, view: View, home: str, stage: int) -> None:
+        """Attend as `attend`, over pages of a disk that a LOAD_CACHE task has read. Only the host has this call.
+
+        Args:
+            home: the disk.
+            stage: number of the host staging that holds the pages.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def attend(self, k: int, view: View) -> None:
         """Append the new keys and values to the pages, and compute attention of the queries over all tokens seen.
@@ -226,7 +245,7 @@ class Attender(ABC):
 
 
 class HostAttender(Attender):
-    """Computes attention on the CPU, over pages in host RAM."""
+    """Computes attention on the CPU, over pages in host RAM, or read from a disk to host staging."""
 
     def __init__(self, place: str, cache: Cache, dtype: torch.dtype) -> None:
         super().__init__(place, cache, dtype)
@@ -234,11 +253,17 @@ class HostAttender(Attender):
         self.regions.keep_room("host", cache.layout.account["host"][what], what)
 
     def attend(self, k: int, view: View) -> None:
-        asked, cache = self._asked[k], self.cache
+        self._attend(k, view, *self.cache.on_host(self._asked[k].layer))
+
+    def attend_staged(self, k: int, view: View, home: str, stage: int) -> None:
+        layer, pools = self._asked[k].layer, self.cache.pools
+        self._attend(k, view, pools.in_stage(layer, home, stage), pools.form(layer, home))
+
+    def _attend(self, k: int, view: View, pool: Tensor, form: CacheFormat | None) -> None:
+        asked = self._asked[k]
         question, answer = self._in_ram(k)
         q, keys, values = self._vectors(question, k)
-        pool, form = cache.on_host(asked.layer)
-        tables = cache.tables(view, asked.layer)
+        tables = self.cache.tables(view, asked.layer)
         copy_pages(pool, tables)
         self.kernels.append(keys, values, pool, tables.pages, tables.offsets, form)
         out = self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, asked.options, form)

@@ -36,6 +36,7 @@ GUESTS = {
     "encoding": "flexengine.model.encoding:encoded",
     "formats by layer": "flexengine.worker.layer_formats:read",
     "range of layers": "flexengine.model.layer_range:use_range",
+    "halves": "flexengine.model.halves:look_closer",
 }
 
 
@@ -183,6 +184,7 @@ class OpenModel:
             windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
             softcap=getattr(text, "attn_logit_softcapping", None),
             leaves=skeleton.leaves,
+            embedding_stays=skeleton.embedding_stays,
             queries_apart=skeleton.queries_apart,
             topk=lossy.sparse_attention,
             # Calls of whole layers keep theirs (`Cache.paged`) beside those of attention.
@@ -199,7 +201,8 @@ class OpenModel:
         for name, shape in shapes.items():
             stored, held = self.locations[name], self.held[name]
             elements, size = stored.nbytes // stored.dtype.itemsize, stored.dtype.itemsize
-            fact = TensorFact(name, elements, size, held.itemsize, experts.get(name, 0), matrix=len(shape) > 1)
+            early, matrix = name in skeleton.early, len(shape) > 1
+            fact = TensorFact(name, elements, size, held.itemsize, experts.get(name, 0), matrix, early=early)
             if (form := skeleton.forms.get(name)) is not None:
                 fact = replace(fact, encoded=form.nbytes, together=form.packed.step, form=form.packed.name + by)
             elif self.lossy.compute == "bf16" and fact.matrix and held == torch.bfloat16:
@@ -305,6 +308,8 @@ def open_model(
     with torch.no_grad():
         given = (source.directory, computing, trust.trust_remote_code)
         skeleton = build_from(config, *given) if bare else build(*given)
+        if kind != "cpu":  # for policies that a CPU's own memory has no use for
+            resolve_name(GUESTS["halves"])(skeleton)
     tensors = {} if bare else read_checkpoint(source.directory)
     skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
     if layers is not None:

@@ -62,10 +62,11 @@ class Weights:
         streamed = [[n for n in layer if self._tier(n) != "device"] for layer in skeleton.layers]
         self.units: list[Parts] = [{n: (self._pieces[n], self._stored[n].shape) for n in names} for names in streamed]
         self.units += [self._head_unit(*rows) for rows in self._chunks]
-        take, slots = partial(self._regions.take, reads=True), layout.policy.slots
-        self._slots = [take("device", layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
-        stages = layout.stages.items() if machine.capacity.staged else ()
-        self._stages = {disk: [take("host", size, "weight staging") for _ in range(slots)] for disk, size in stages}
+        take = partial(self._regions.take, reads=True)
+        self._halves = layout.policy.half_layers
+        self._slots = [take("device", size, "weight slots") for size in layout.slots] if any(layout.slots) else []
+        disks = dict.fromkeys((*layout.stages, *layout.early_stages)) if machine.capacity.staged else ()
+        self._stages = {d: [take("host", size, "weight staging") for size in layout.slot_stages(d)] for d in disks}
         self._in_slot: dict[tuple[int, int], dict[str, Region]] = {}  # by unit and slot
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._mover = Mover(machine)
@@ -75,6 +76,20 @@ class Weights:
     def streamed(self) -> list[tuple[str, ...]]:
         """Tiers that each unit is streamed from; () if all its weights are resident."""
         return [off_device({self._tier(name) for name in unit}) for unit in self.units]
+
+    @property
+    def halves(self) -> list[list[tuple[str, ...]]]:
+        """Tiers of the first and of the second half of each unit, by half; [] if units are loaded whole."""
+        if not self._halves:
+            return []
+        return [
+            [off_device({self._tier(n) for n in unit if (n in self.skeleton.early) == early}) for unit in self.units]
+            for early in (True, False)
+        ]
+
+    def _slot_of(self, name: str, slot: int) -> int:
+        """Return the slot of a tensor. slot: of its unit, if units are loaded whole."""
+        return slot if not self._halves else int(name not in self.skeleton.early)
 
     def _tier(self, name: str) -> str:
         return self.layout.homes[name]
@@ -148,7 +163,8 @@ class Weights:
 
     def load(self, unit: int, slot: int, home: str, hop: int, without: Collection[str] = ()) -> None:
         """Copy a unit's tensors on tier `home`, except `without`, one leg toward the slot; see `Mover.load`."""
-        names = [n for n in self.units[unit] if self._tier(n) == home and n not in without]
+        here = (n for n in self.units[unit] if self._tier(n) == home and self._slot_of(n, slot) == slot)
+        names = [n for n in here if n not in without]
         stages, slots = self._stage_homes(unit, slot, home), self._slot_regions(unit, slot)
         self._mover.load(home, hop, [Transfer(self.units[unit][n][0], stages.get(n), slots[n]) for n in names])
 
@@ -189,7 +205,8 @@ class Weights:
         """Return the staging regions of a unit's tensors on tier `home`; none if the route has one leg."""
         if home not in self._stages:
             return {}
-        parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == home}
+        own = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._slot_of(n, slot) == slot}
+        parts = {n: pieces for n, pieces in own.items() if self._tier(n) == home}
         sizes, stage = {n: _nbytes(pieces) for n, pieces in parts.items()}, self._stages[home][slot]
         offsets = slot_offsets(list(sizes.items()), {n: pieces[0].start for n, pieces in parts.items()})
         return {n: Region(stage.place, stage.start + offsets[n], sizes[n], parts[n][0].dtype) for n in parts}
@@ -198,11 +215,14 @@ class Weights:
         """Return the regions of a unit's streamed tensors in a slot, in their dtypes on the device."""
         key = (unit, slot)
         if key not in self._in_slot:
-            parts, held, place = self.units[unit], self._held, self._slots[slot].place
+            parts, held, regions = self.units[unit], self._held, dict[str, Region]()
             sizes = {n: _nbytes(p) // p[0].dtype.itemsize * held[n].itemsize for n, (p, _) in parts.items()}
-            straight = (n for n in parts if place_of(self._tier(n)).disk and not self.machine.capacity.staged)
-            offsets = slot_offsets(list(sizes.items()), {n: parts[n][0][0].start for n in straight})
-            self._in_slot[key] = {n: Region(place, offsets[n], sizes[n], held[n]) for n in parts}
+            straight = [n for n in parts if place_of(self._tier(n)).disk and not self.machine.capacity.staged]
+            for number in {self._slot_of(n, slot) for n in parts}:
+                own = [(n, nbytes) for n, nbytes in sizes.items() if self._slot_of(n, slot) == number]
+                offsets = slot_offsets(own, {n: parts[n][0][0].start for n in straight})
+                regions |= {n: Region(self._slots[number].place, offsets[n], size, held[n]) for n, size in own}
+            self._in_slot[key] = regions
         return self._in_slot[key]
 
     def _slot_views(self, unit: int, slot: int) -> dict[str, Tensor]:

@@ -237,6 +237,8 @@ class Worker:
             hidden = state.event.hidden
             self.hidden.buffer(task.cell.batch, task.hidden).copy_(hidden)
             hidden.untyped_storage().resize_(0)  # the paused model still refers to the tensor: free its memory
+            if not self.skeleton.embedding_stays:
+                state.forward.free_embedding()
         if isinstance(state.event, Logits):
             self._sample(state, state.event.values)
             state.event = None
@@ -264,6 +266,8 @@ class Worker:
         hidden = event.hidden
         if task.hidden is not None and layer > 0:
             hidden = self.hidden.buffer(task.cell.batch, task.hidden)
+            if task.op is Op.PROJECT:  # other cells use the buffer before the rest of the layer is computed
+                hidden = hidden.clone()
         if layer == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
             hidden = self.hidden.at_port(BEFORE, task.cell.batch).clone()
         state.event = event = None  # free the layer's input when the layer ends
@@ -329,7 +333,7 @@ OPERATIONS: dict[Op, Callable[[Worker, Any], None]] = {
     Op.PROJECT_KEYS: Worker._project_keys,
     Op.SEND_KEYS: lambda worker, task: worker.attender(task).send(task.cell.batch, added=True),
     Op.ATTEND_CACHED: lambda worker, task: worker.attender(task).attend_cached(task.cell.batch),
-    Op.ATTEND: lambda worker, task: worker.attender(task).attend(task.cell.batch, worker.view(task)),
+    Op.ATTEND: lambda worker, task: worker.attender(task).perform(task, worker.view(task)),
     Op.FETCH: lambda worker, task: worker.attender(task).fetch(task.cell.batch),
     Op.FINISH: Worker._finish,
     Op.OPEN: Worker._open,

@@ -39,8 +39,9 @@ class Case(NamedTuple):
         overlap: as in EngineOptions.
         device: as in EngineOptions.
         family: of the model.
-        guest: what computes or loads in another way: "delegated" (attention of the host's cache on the CPU), "workers"
-            (two attention workers), "stages" (two stages of a pipeline), "rows" (neurons or experts on demand).
+        guest: what computes or loads in another way: "delegated" (attention on the CPU, of the cache off the device),
+            "workers" (two attention workers), "stages" (two stages of a pipeline), "rows" (neurons or experts on
+            demand).
         batches: gpu_batch_size and num_gpu_batches.
         prefill: as prefill_tokens in Policy.
         form: "exact", or "int8" weights and their kernels.
@@ -75,11 +76,11 @@ CASES = [Case(*values) for values in (
     ("device", "host", "host", 2, "continuous", True, "sim", "opt", "none", (8, 1), 2048, "int8", False),
     ("mixed", "device", "mixed", 2, "diagonal", False, "cpu", "gemma3", "none", (3, 2), 16, "int8", True),
     ("disk", "disk", "mixed", 1, "continuous", False, "sim", "gpt-oss", "none", (2, 4), 2048, "int8", True),
-    ("mixed", "disk", "disk", 1, "row", False, "sim", "gpt-oss", "none", (2, 4), 2048, "exact", True),
+    ("mixed", "mixed", "disk", 1, "row", False, "sim", "gpt-oss", "none", (2, 4), 2048, "exact", True),
     ("disk", "mixed", "device", 2, "zigzag", False, "sim", "llama", "delegated", (2, 4), 2048, "exact", True),
-    ("host", "host", "device", 1, "diagonal", True, "sim", "opt", "delegated", (2, 4), 16, "exact", False),
-    ("device", "mixed", "device", 3, "row", False, "sim", "gemma3", "delegated", (3, 2), 2048, "int8", True),
-    ("mixed", "host", "device", 2, "continuous", False, "sim", "gpt-oss", "delegated", (8, 1), 16, "exact", False),
+    ("host", "host", "host", 1, "diagonal", True, "sim", "opt", "delegated", (2, 4), 16, "exact", False),
+    ("device", "disk", "disk", 3, "row", False, "sim", "gemma3", "delegated", (3, 2), 2048, "int8", True),
+    ("mixed", "host", "mixed", 2, "continuous", False, "sim", "gpt-oss", "delegated", (8, 1), 16, "exact", False),
     ("disk", "host", "device", 1, "row", False, "sim", "llama", "workers", (3, 2), 2048, "exact", True),
     ("mixed", "disk", "device", 1, "diagonal", True, "cpu", "opt", "workers", (2, 4), 16, "exact", False),
     ("disk", "device", "device", 3, "continuous", False, "sim", "gemma3", "workers", (8, 1), 16, "exact", False),
@@ -89,7 +90,7 @@ CASES = [Case(*values) for values in (
     ("mixed", "host", "host", 2, "zigzag", False, "sim", "opt", "stages", (2, 4), 2048, "int8", True),
     ("disk", "mixed", "disk", 2, "continuous", True, "cpu", "opt", "stages", (3, 2), 16, "exact", False),
     ("device", "device", "disk", 1, "zigzag", False, "sim", "gemma3", "stages", (2, 4), 2048, "int8", True),
-    ("disk", "host", "host", 3, "diagonal", True, "cpu", "gemma3", "stages", (2, 4), 16, "exact", True),
+    ("disk", "mixed", "host", 3, "diagonal", True, "cpu", "gemma3", "stages", (2, 4), 16, "exact", True),
     ("device", "host", "device", 2, "zigzag", False, "sim", "gemma3", "stages", (8, 1), 2048, "exact", True),
     ("host", "disk", "host", 3, "row", False, "sim", "gpt-oss", "stages", (8, 1), 16, "exact", False),
     ("host", "device", "disk", 3, "row", False, "cpu", "opt", "rows", (2, 4), 2048, "exact", True),
@@ -101,9 +102,9 @@ CASES = [Case(*values) for values in (
 )]  # fmt: skip
 # Pairs that no job can have: two features, their values, and the reason.
 IMPOSSIBLE: list[tuple[dict[str, tuple[Any, ...]], str]] = [
-    ({"guest": ("delegated", "workers"), "activations": ("host", "disk", "mixed")},
-     "hidden states stay on the device while others attend; Policy refuses"),
-    ({"guest": ("delegated",), "cache": ("device", "disk")}, "nothing is on the host to attend to; Policy refuses"),
+    ({"guest": ("workers",), "activations": ("host", "disk", "mixed")},
+     "hidden states stay on the device while workers attend; Policy refuses"),
+    ({"guest": ("delegated",), "cache": ("device",)}, "nothing is off the device to attend to; Policy refuses"),
     ({"guest": ("delegated",), "device": ("cpu",)}, "RAM is the device, which attends itself; Engine refuses"),
     ({"guest": ("rows",), "family": ("llama", "gemma3")}, "no neuron of SiLU or GELU is ever 0; Engine refuses"),
     ({"guest": ("rows",), "form": ("int8",)},
@@ -140,8 +141,8 @@ def lossy_of(case: Case) -> Lossy:
 
 
 @pytest.mark.parametrize("refused", [
-    {"guest": "workers", "activations": "host"}, {"guest": "delegated", "activations": "disk"},
-    {"guest": "delegated", "cache": "disk"}, {"guest": "delegated", "cache": "host", "device": "cpu"},
+    {"guest": "workers", "activations": "host"}, {"guest": "delegated", "cache": "device"},
+    {"guest": "delegated", "cache": "host", "device": "cpu"},
     {"guest": "rows", "family": "llama"}, {"guest": "rows", "family": "gemma3"},
 ], ids=str)  # fmt: skip
 def test_impossible_pairs_are_refused(families: Any, refused: dict[str, Any]) -> None:

@@ -94,7 +94,9 @@ class Clock:
         """
         policy, layers = self.layout.policy, len(self.curves)
         way, demand = routes(self.cost.hardware), self.demand
-        program = Program([tuple(unit) for unit in self.units], layers, policy.slots, way, demand=demand)
+        program = Program(
+            [tuple(unit) for unit in self.units], layers, policy.slots, way, demand=demand, halves=self.halves
+        )
         walk = sweeps.Sweeps(policy, self.layout.pools)
         for i, (prompt, outputs) in enumerate(rows):
             walk.add(sweeps.Sequence(i, prompt, outputs))
@@ -103,6 +105,24 @@ class Clock:
             prices[walk.sweep] = self.seconds(batches)
             yield from _closed(program.sweep(walk.sweep, batches, walk.another), walk.sweep)
             walk.advance(batches, set())
+
+    @property
+    def halves(self) -> list[list[tuple[str, ...]]]:
+        """Return the tiers of the halves of each unit; [] if units are loaded whole. A head is in the second half."""
+        if not self.layout.policy.half_layers:
+            return []
+        count = len(self.curves)
+        layers, heads = self.units[:count], [tuple(unit) for unit in self.units[count:]]
+        early, late = (
+            [tuple(home for home in unit if self._half(j, first, home)) for j, unit in enumerate(layers)]
+            for first in (True, False)
+        )
+        return [early + [()] * len(heads), late + heads]
+
+    def _half(self, layer: int, early: bool, home: str) -> int:
+        """Return the bytes of one half of a layer that are streamed from a tier."""
+        tensors, homes = self.cost.model.layers[layer], self.layout.homes
+        return sum(t.stored_bytes for t in tensors if t.early == early and homes[t.name] == home)
 
     @property
     def demand(self) -> Demand:
@@ -191,6 +211,8 @@ class Clock:
         model, home, seconds = self.cost.model, _place(task), self.cost.hardware.link_seconds
         if task.op is Op.LOAD_WEIGHT:
             nbytes = float(self.units[task.cell.layer][home])
+            if self.layout.policy.half_layers and task.cell.layer < len(self.curves):
+                nbytes = float(self._half(task.cell.layer, not task.buffer, home))
             if getattr(task, "by_rows", False):
                 nbytes = max(0.0, nbytes - self._experts(task.cell.layer, home))
             yield seconds(task.lane, nbytes, nbytes, weights=True)
@@ -213,7 +235,7 @@ class Clock:
         share = Crossing.of(self.cost.model, self.cost.hardware, self.layout.policy, home).pages
         whole = [p for p in batch.pieces if loads or not (home == "host" and p.decodes)]
         if loads:
-            pages = sum(self._loaded(p, pool) for p in whole)
+            pages = sum(self._loaded(p, pool, batch.delegated) for p in whole)
         else:
             pages = sum(pool.num_written(p.start, p.start + p.count) for p in whole)
         hardware = self.cost.hardware
@@ -222,10 +244,10 @@ class Clock:
         single = (len(batch.pieces) - len(whole)) * self.cost.model.kv_token
         yield hardware.link_seconds(lane, single, single)
 
-    def _loaded(self, piece: Piece, pool: Pool) -> float:
+    def _loaded(self, piece: Piece, pool: Pool, delegated: bool) -> float:
         """Return the pages that are loaded before a piece is computed. A page of keys without values counts half."""
         pages = pool.num_read(piece.start)
-        if self.cost.model.topk is None or not piece.single:
+        if self.cost.model.topk is None or not piece.single or delegated:
             return pages
         return (pages + (piece.start % pool.page_tokens > 0)) / 2
 

@@ -27,7 +27,7 @@ def opt(layers: int, hidden: int, heads: int, vocabulary: int = 50272) -> ModelF
     """An OPT model in float16: 4 h^2 of attention, 8 h^2 of FFN."""
     sizes = [hidden * hidden] * 4 + [4 * hidden * hidden] * 2 + [hidden] * 6 + [4 * hidden]
     stack = tuple(
-        tuple(TensorFact(f"{j}.{i}", n, 2, 2, matrix=n >= hidden * hidden) for i, n in enumerate(sizes))
+        tuple(TensorFact(f"{j}.{i}", n, 2, 2, matrix=n >= hidden * hidden, early=i < 3) for i, n in enumerate(sizes))
         for j in range(layers)
     )
     embedding = TensorFact("embedding", vocabulary * hidden, 2, 2)

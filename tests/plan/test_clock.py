@@ -12,7 +12,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy
+from flexengine.policy import Policy, Split
 from flexengine.schedule.order import Cell
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.sweeps import Sequence, Sweeps
@@ -90,6 +90,15 @@ def test_pages_wait_while_prompts_are_computed(delegate: bool) -> None:
     busiest = max(walked.busy.values())
     assert told.seconds == pytest.approx(walked.seconds, rel=0.16)
     assert (walked.seconds > 1.3 * busiest) != delegate
+
+
+@pytest.mark.parametrize("cache", [HOST, DISK])
+def test_halves_of_layers_and_pages_of_a_disk_take_what_the_clock_says(cache: Split) -> None:
+    """A whole block decodes with attention on the host, and prompts wait for both halves of a layer."""
+    hardware = Hardware.load(shipped.find("hardware", "t4-16gb_208gb_ssd"))
+    policy = Policy(16, 3, (0.2, 0.8, 0), cache, HOST, 2, "zigzag", 2048, delegate=True, half_layers=True)
+    told, walked = both(opt(12, 7168, 56), hardware, Workload({(512, 16): 48}), policy)
+    assert told.seconds == pytest.approx(walked.seconds, rel=0.05)
 
 
 def test_latency_is_how_long_rows_live() -> None:

@@ -27,6 +27,7 @@ from flexengine.policy import Policy
 from flexengine.schedule.place import assign_tiers, place_groups
 from flexengine.tier import disk
 from tests.helpers.drawn import model_of, policy_of, work_of
+from tests.helpers.plans import opt
 from tests.helpers.strategies import RANDOMS
 
 FREE = Capacity(None, None, None, shared=False, staged=True)
@@ -308,3 +309,13 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
 def test_reads_are_those_of_the_disk_tier() -> None:
     assert (READ, READ_BUFFERS, SHORT_READ) == (disk.CHUNK, disk.HELPERS + 1, disk.SHORT)
     assert SHORT_READERS == disk.DIRECT_READERS + disk.HELPERS
+
+
+def test_the_output_of_the_embedding_is_booked_for_one_gpu_batch_where_hidden_states_leave() -> None:
+    """Unless layers may read it, as the trial of a model tells."""
+    model, endless = opt(3, 256, 4, 512), Capacity(None, None, None, shared=False, staged=True)
+    for split in ((1, 0, 0), (0, 1, 0)):
+        policy, work = Policy(4, 5, activations=split, schedule="zigzag", prefill_tokens=96), Workload({(400, 8): 20})
+        kept, freed = (lay_out(replace(model, embedding_stays=stays), policy, work, endless) for stays in (True, False))
+        less = kept.account["device"]["paused forwards"] - freed.account["device"]["paused forwards"]
+        assert less == (20 * 400 - 96) * 256 * 2 * split[1]

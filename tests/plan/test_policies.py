@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from flexengine import shipped
-from flexengine.errors import OutOfMemory
+from flexengine.lossy import Lossy
 from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
@@ -29,6 +28,15 @@ PUBLISHED = {"OPT-6.7B": 25.26, "OPT-30B": 7.32, "OPT-175B": 0.69,
 NAMES = tuple(PUBLISHED)
 PAGE = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8").partition("## Chosen by flexengine")[2]
 COMMANDS = dict(zip(NAMES, re.findall(r"^flexengine plan (.+)$", PAGE, re.M), strict=True))
+# FlexGen's benchmark suite: gpu_batch size and number, splits, and whether the CPU attends.
+SUITE = {
+    "OPT-6.7B": (2, 1, (1, 0, 0), (1, 0, 0), (1, 0, 0), False),
+    "OPT-30B": (48, 3, (0.2, 0.8, 0), (0, 1, 0), (0, 1, 0), True),
+    "OPT-175B": (32, 8, (0, 0.5, 0.5), (0, 0, 1), (0, 1, 0), True),
+    "OPT-6.7B, 4 bits": (72, 1, (1, 0, 0), (1, 0, 0), (1, 0, 0), False),
+    "OPT-30B, 4 bits": (64, 8, (0, 1, 0), (0, 1, 0), (0, 1, 0), False),
+    "OPT-175B, 4 bits": (48, 3, (0, 1, 0), (0, 1, 0), (0, 1, 0), False),
+}
 T4 = Hardware.load(shipped.find("hardware", "t4-16gb_208gb_ssd"))
 
 
@@ -82,12 +90,8 @@ def test_the_commands_ask_for_flexgens_jobs(name: str) -> None:
 def test_the_table_is_what_the_commands_print(name: str) -> None:
     """Both predictions, and the chosen policy, which is no worse than the published one on the same rows."""
     auto, published = answers(name)
-    if "error" in published:
-        assert cell("published policy, predicted", name) == "does not fit"
-        assert published["error"].startswith("device memory: ")
-    else:
-        assert said("published policy, predicted", name)[0] == pytest.approx(published["tok_s"], rel=0.01)
-        assert auto["tok_s"] >= 0.99 * published["tok_s"]
+    assert said("published policy, predicted", name)[0] == pytest.approx(published["tok_s"], rel=0.01)
+    assert auto["tok_s"] >= 0.99 * published["tok_s"]
     assert said("chosen policy, predicted", name)[0] == pytest.approx(auto["tok_s"], rel=0.01)
     p = Policy(**auto["policy"])
     shape = cell("chosen policy: gpu_batch x number, schedule", name)
@@ -99,16 +103,26 @@ def test_the_table_is_what_the_commands_print(name: str) -> None:
     assert cell("slowest lane", name) == auto["bottleneck"]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_published_policies_fit_as_given(name: str) -> None:
+    """FlexGen's splits, block shapes and attention on the CPU, on its machine, with the whole block alive."""
+    given = dict(options(name))
+    policy = Policy.load(shipped.find("policies", given["--compare"]))
+    shape = (policy.gpu_batch_size, policy.num_gpu_batches, policy.weights, policy.cache, policy.activations)
+    assert (*shape, policy.delegate) == SUITE[name]
+    lossy = Lossy(given.get("--weights"), cache=given.get("--cache"))
+    facts = open_model(shipped.find("models", name.split(",")[0].lower()), None, "cuda", lossy, weights=False).facts
+    layout = lay_out(facts, policy, Workload({(512, 32): policy.block_size}), T4.capacity)
+    assert all(layout.total(tier) <= limit for tier, limit in T4.capacity.limits.items() if limit is not None)
+    held = {tier: pools[0].pages * pools[0].page_tokens for tier, pools in layout.pools.items()}
+    assert sum(held.values()) >= (512 + 31) * policy.block_size or "4 bits" in name
+
+
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_published_policies_are_predicted_within_a_factor_of_two(name: str) -> None:
-    """In 16 bits, where both compute alike; that of 30B with the device memory that it needs here."""
+    """In 16 bits, where both compute alike."""
     policy = Policy.load(shipped.find("policies", dict(options(name))["--compare"]))
-    machine = replace(T4, device_bytes=19_000_000_000) if name == "OPT-30B" else T4
     facts = open_model(shipped.find("models", name.lower()), None, "cuda", weights=False).facts
     work = Workload({(512, 32): policy.block_size})
-    predicted = Cost(facts, machine, work).predict(lay_out(facts, policy, work, machine.capacity)).tok_s
+    predicted = Cost(facts, T4, work).predict(lay_out(facts, policy, work, T4.capacity)).tok_s
     assert PUBLISHED[name] / 2 <= predicted <= 2 * PUBLISHED[name]
-    if name == "OPT-30B":
-        assert f"predicted at {predicted:.2f} tok/s" in PAGE
-        with pytest.raises(OutOfMemory, match="device memory"):
-            lay_out(facts, policy, work, T4.capacity)

@@ -17,9 +17,10 @@ from flexengine.policy import Split
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import Program
-from flexengine.schedule.tasks import Compute, Op, Task
+from flexengine.schedule.tasks import Compute, Copy, Op, Task
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (
+    CELLS,
     Homes,
     Job,
     Rows,
@@ -31,6 +32,7 @@ from tests.helpers.toy import (
     jobs,
     oracle,
     sweeps_of,
+    weight,
 )
 
 CACHES: list[Split] = [(0, 1, 0), (0.4, 0.6, 0), (0.4, 0.3, 0.3), (0, 0.5, 0.5)]
@@ -46,10 +48,12 @@ WAYS = {"staged": (STAGED, False), "own lanes": (OWN, False), "queries first": (
 
 
 class QueriesFirst(Program):
-    """A program whose delegated gpu_batches send queries first."""
+    """A program whose delegated gpu_batches send queries first, as attention workers get them."""
 
     def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
-        return super().sweep(number, [b._replace(queries_first=b.delegated) for b in batches], more)
+        chosen = [b.delegated and not b.moves_pages and b.hidden_home == "device" for b in batches]
+        first = [b._replace(queries_first=goes) for b, goes in zip(batches, chosen, strict=True)]
+        return super().sweep(number, first, more)
 
 
 class DelegatingToy(Toy):
@@ -73,31 +77,56 @@ class DelegatingToy(Toy):
         if task.op not in PARTS:
             return super().perform(task)
         unit, k = task.cell.layer, task.cell.batch
-        sequences = [p.sequence for p in self.batches[k].pieces]
+        sequences, now = [p.sequence for p in self.batches[k].pieces], dict[int, int]()
         if task.op is Op.PROJECT:
-            before = self.near.pop(k, {})
+            before = self.hbuf[task.hidden] if task.hidden is not None and unit else self.near.pop(k, {})
             inputs = {p.sequence: self.tokens[p.sequence][p.start] if unit == 0 else before.get(p.sequence, [-5])[0]
                       for p in self.batches[k].pieces}  # fmt: skip
             self.begun[k] = self._weights(task), inputs
             self.side["near", k] = inputs
         elif task.op is Op.ATTEND:
             asked, added = self.side.get(("far", k), {}), self.side.get(("far kv", k))
+            staged = None if task.buffer is None else self.staging["c", task.buffer]
             for s in sequences:
-                place = ("host", unit, s)
-                old = self.kv.get(place, -7)
+                place = (task.home or "host", unit, s)
+                old = self.kv.get(place, -7) if staged is None else staged.get(s, -7)
                 if added is not None and ((old, asked.get(s)) != self.seen[k].get(s) or added.get(s) != asked.get(s)):
                     asked[s] = -6  # of another layer, or overwritten
-                self.kv[place] = hash((old, asked.get(s, -8)))
-            self.side["far", k] = {s: self.kv["host", unit, s] for s in sequences}
+                now[s] = hash((old, asked.get(s, -8)))
+                if staged is None:
+                    self.kv[place] = now[s]
+                else:
+                    staged[s] = now[s]
+            self.side["far", k] = now
         elif task.op is Op.FINISH:
             weights, inputs = self.begun.pop(k, ([], {}))
             if weights != self._weights(task):
                 weights = [-9]
             known = self.side.get(("near", k), {})
-            self.near[k] = {s: [hash((inputs.get(s, -1), known.get(s, -1), unit, *weights))] for s in sequences}
+            after = {s: [hash((inputs.get(s, -1), known.get(s, -1), unit, *weights))] for s in sequences}
+            if task.hidden is not None and unit < self.layers - 1:
+                self.hbuf[task.hidden] = after
+            else:
+                self.near[k] = after
         else:
             source, target = ("near", "far") if task.op is Op.SEND else ("far", "near")
             self.side[target, k] = dict(self.side.get((source, k), {}))
+        return None
+
+    def _load_cache(self, task: Copy) -> None:
+        if not self.batches[task.cell.batch].delegated:
+            return super()._load_cache(task)
+        known = {p.sequence: self.kv.get((task.home, task.cell.layer, p.sequence), -1)
+                 for p in self.batches[task.cell.batch].pieces}  # fmt: skip
+        self.staging["c", task.buffer] = known  # pages stay in staging, wherever the leg would lead
+        return None
+
+    def _store_cache(self, task: Copy) -> None:
+        if not self.batches[task.cell.batch].delegated:
+            return super()._store_cache(task)
+        value = self.staging.get(("c", task.buffer), {})
+        for s in (p.sequence for p in self.batches[task.cell.batch].pieces):
+            self.kv[task.home, task.cell.layer, s] = value.get(s, -2)
         return None
 
     def _added(self, task: Task) -> None:
@@ -114,21 +143,68 @@ class DelegatingToy(Toy):
             self.seen[k] = {s: (self.kv.get(("host", unit, s), -7), x) for s, x in asked.items()}
 
 
+class HalvesToy(DelegatingToy):
+    """Loads halves of layers, each to a slot of its own.
+
+    Attributes:
+        halves: by half, the tiers of each unit.
+    """
+
+    halves: list[Homes]
+
+    def _load_weight(self, task: Copy) -> None:
+        unit, homes = task.cell.layer, self.halves[task.buffer or 0][task.cell.layer]
+        source = weight(unit, task.home) if self._is_there(unit, task.home) else -7
+        value = self._leg(task, self.routes.load, ("w", task.buffer, task.home), source)
+        if value is not None:
+            self.slots[task.buffer or 0][self._part(homes, task.home)] = [value] * (CELLS // len(homes))
+
+    def _part(self, homes: tuple[str, ...], home: str) -> slice:
+        width = CELLS // len(homes)
+        return slice(homes.index(home) * width, (homes.index(home) + 1) * width)
+
+    def _weights(self, task: Compute) -> list[int]:
+        """The weights of a unit, wrong if one that the task reads is not there."""
+        unit, halves = task.cell.layer, {Op.PROJECT: (0,), Op.FINISH: (1,)}.get(task.op, (0, 1))
+        found = []
+        for home in self.streamed[unit]:
+            read = [self.slots[half][self._part(homes, home)] for half in halves
+                    if home in (homes := self.halves[half][unit])]  # fmt: skip
+            right = all({*part} == {weight(unit, home)} for part in read)
+            found.append(weight(unit, home) if right else -3)
+        return found if self._at_home(unit) else [-8]
+
+
+def in_halves(rng: random.Random, streamed: Homes, layers: int) -> list[Homes]:
+    """Return the tiers of the halves of each unit. A head is in the second half."""
+    first, second = Homes(), Homes()
+    for unit, homes in enumerate(streamed):
+        where = [rng.choice(((0,), (1,), (0, 1))) if unit < layers else (1,) for _ in homes]
+        for half, own in enumerate((first, second)):
+            own.append(tuple(home for home, halves in zip(homes, where, strict=True) if half in halves))
+    return [first, second]
+
+
 @st.composite
 def delegating(draw: st.DrawFn, slots: int, routes: Routes = STAGED) -> Job:
     """Draw a job that delegates attention."""
     job = draw(jobs(slots, routes))
     caches = CACHES + MORE_CACHES if "disk2" in routes.load else CACHES
-    policy = replace(job.policy, cache=draw(st.sampled_from(caches)), activations=(1, 0, 0), delegate=True)
+    policy = replace(job.policy, cache=draw(st.sampled_from(caches)), delegate=True)
     return job._replace(policy=policy, rows=[(prompt, new + 1) for prompt, new in job.rows])
 
 
-def outcome(job: Job, seed: int, routes: Routes, edges: Any, first: bool = False) -> bool:
-    """Return whether a job in a random interleaving ends, and gives what the oracle says. first: queries go first."""
+def outcome(job: Job, seed: int, routes: Routes, edges: Any, first: bool = False, halves: bool = False) -> bool:
+    """Return whether a job in a random interleaving ends, and gives what the oracle says. first: queries go first.
+    halves: halves of layers are loaded apart."""
     rng, (streamed, layers, policy, rows), slots = random.Random(seed), job, job.policy.slots
     arriving = arriving_of(rng, layers)
-    toy = DelegatingToy(streamed, layers, slots, routes, rows, arriving)
+    toy: DelegatingToy = (HalvesToy if halves else DelegatingToy)(streamed, layers, slots, routes, rows, arriving)
     program = (QueriesFirst if first else Program)(streamed, layers, slots, routes, arriving)
+    if halves:
+        assert isinstance(toy, HalvesToy)
+        toy.halves = in_halves(rng, streamed, layers)
+        program = Program(streamed, layers, slots, routes, arriving, halves=toy.halves)
     try:
         generate(toy, Shuffled(toy, edges, rng).run, program, policy, rows)
     except KeyError:  # staging that nothing was brought to yet
@@ -145,6 +221,48 @@ def outcome(job: Job, seed: int, routes: Routes, edges: Any, first: bool = False
 def test_every_interleaving_gives_the_sequential_result(slots: int, way: str, data: Any, seed: int) -> None:
     routes, first = WAYS[way]
     assert outcome(data.draw(delegating(slots)), seed, routes, Edges(), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routes", ROUTES)
+@given(data=st.data(), seed=SEEDS)
+@settings(max_examples=100)
+def test_halves_of_layers_give_the_sequential_result(routes: str, data: Any, seed: int) -> None:
+    assert outcome(data.draw(delegating(2)), seed, ROUTES[routes], Edges(), halves=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routes", ROUTES)
+def test_no_kind_of_edge_is_spare_with_halves(routes: str) -> None:
+    cases = st.tuples(delegating(2), SEEDS)
+    for kind in (every := ("raw", "war", "waw")):
+        edges = [k for k in every if k != kind]
+
+        def right(case: Any, edges: Any = edges) -> bool:
+            return outcome(*case, ROUTES[routes], SomeEdges(*edges), halves=True)
+
+        assert refuted(cases, right), kind
+
+
+def test_halves_are_loaded_while_attention_is_computed_elsewhere() -> None:
+    """A layer takes its attention, one cell up to attention and one from it on, and no load: the next first half is
+    loaded behind the last cell up to attention, the second half behind the last cell of the layer before."""
+    seconds = {Op.PROJECT: 1.0, Op.FINISH: 2.0, Op.ATTEND: 6.0, Op.SEND: 0.01, Op.FETCH: 0.01, Op.COMPUTE: 0.1}
+    halves = [[("host",)] * 24 + [()], [("host",)] * 25]
+    program = Program([("host",)] * 25, 24, 2, STAGED, halves=halves)
+    tasks = list(program.sweep(0, batches_of(3), False))
+
+    def price(task: Task) -> float:
+        return {0: 1.5, 1: 4.5}[task.buffer or 0] if task.op is Op.LOAD_WEIGHT else seconds[task.op]
+
+    forecast = simulate(tasks, price)
+    layer = 3 * seconds[Op.ATTEND] + seconds[Op.PROJECT] + seconds[Op.FINISH]
+    assert forecast.seconds == pytest.approx(24 * layer, rel=0.02)
+    named = [t for t in tasks if t.op in (Op.LOAD_WEIGHT, Op.PROJECT, Op.FINISH)]
+    order = [f"load {'PF'[t.buffer or 0]}" if isinstance(t, Copy) else t.op.name[0] for t in named]
+    order = [f"{name}{t.cell.layer}" for name, t in zip(order, named, strict=True)]
+    begun = "load P0 load F0 P0 P0 P0 load P1 F0 F0 F0 load F1 P1 P1 P1 load P2 F1"
+    assert " ".join(order[:15]) == begun
 
 
 @pytest.mark.slow
@@ -283,14 +401,14 @@ def test_streamed_weights_overlap_with_delegation(slots: int) -> None:
 
 
 @given(job=delegating(2), seed=SEEDS)
-def test_sweeps_delegate_decoding_sequences_on_the_host_apart_from_prompts(job: Job, seed: int) -> None:
+def test_sweeps_delegate_decoding_sequences_off_the_device_apart_from_prompts(job: Job, seed: int) -> None:
     _, _, policy, rows = job
     rng, sweeps = random.Random(seed), sweeps_of(policy, rows)
     while not sweeps.idle:
         batches = sweeps.begin(lambda sequence, pages: None)
         for batch in batches:
             generated = [sweeps.live[p.sequence].generated > 0 for p in batch.pieces]
-            assert batch.delegated == (batch.cache_home == "host" and any(generated))
+            assert batch.delegated == (batch.cache_home != "device" and any(generated))
             if batch.delegated:
                 assert all(generated)
                 assert all(p.decodes and p.final for p in batch.pieces)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from bench.kernels.delegation_rule import Rule, read_share, rule_of
-from flexengine import Engine, Policy, SamplingParams
+from flexengine import Engine, Policy, SamplingParams, shipped
 from flexengine.errors import InvalidInput
-from flexengine.lossy import Lossy
+from flexengine.lossy import EXACT, Lossy
 from flexengine.plan.delegation import projection_share
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
-from flexengine.plan.sizes import ALIGN, aligned
+from flexengine.plan.sizes import ALIGN, aligned, slot_bytes
 from flexengine.plan.workload import Workload
 from flexengine.runtime.lane import Stream, new_lane
 from tests.helpers.drawn import model_of
@@ -36,10 +36,18 @@ GRID: list[tuple[dict[str, Any], bool]] = [
     (dict(gpu_batch_size=2, num_gpu_batches=4, cache=(0.5, 0.5, 0), prefill_tokens=16), True),
     (dict(gpu_batch_size=3, num_gpu_batches=2, cache=H, weights=MIX, prefill_tokens=7, schedule="diagonal"), False),
     (dict(gpu_batch_size=2, num_gpu_batches=4, cache=MIX, weights=MIX, slots=3), False),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, cache=K, weights=(0, 0.5, 0.5), activations=H, schedule="zigzag"), True),
+    (dict(gpu_batch_size=3, num_gpu_batches=3, cache=MIX, activations=MIX, slots=1, prefill_tokens=7), True),
+    (dict(gpu_batch_size=3, num_gpu_batches=3, cache=H, weights=(0.2, 0.8, 0), activations=H, half_layers=True), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, cache=MIX, weights=K, schedule="zigzag", half_layers=True), True),
+    (dict(gpu_batch_size=8, num_gpu_batches=1, cache=K, weights=MIX, activations=K, half_layers=True), False),
 ]  # fmt: skip
 # Grouped heads, a window, a soft cap, sinks, ALiBi, and plain heads: the first under every policy.
 SPECIAL = ("llama", "mistral", "gemma2", "gpt-oss", "bloom", "opt")
-RUNS = [(SPECIAL[0], case) for case in range(len(GRID))] + [(name, case) for name in SPECIAL[1:] for case in (1, 4)]
+HALVES = [case for case, (fields, _) in enumerate(GRID) if fields.get("half_layers")]
+RUNS = [(SPECIAL[0], case) for case in range(len(GRID))]
+RUNS += [(name, case) for name in SPECIAL[1:] for case in (1, 4, 9, 10)]
+RUNS += [(name, case) for name in SPECIAL[1:] for case in HALVES if name != "gpt-oss"]  # it has experts
 
 
 @pytest.mark.slow
@@ -58,6 +66,30 @@ def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family:
     assert not list(tmp_path.iterdir())
 
 
+SUITE = {"opt-6.7b": EXACT, "opt-30b": EXACT, "opt-175b": EXACT, "opt-6.7b-4bit": Lossy("int4", cache="int4"),
+         "opt-30b-4bit": Lossy(cache="int4"), "opt-175b-4bit": Lossy("int4", cache="int4")}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUITE)
+def test_policies_that_flexgen_published_run_as_given(families: Any, tmp_path: Path, name: str) -> None:
+    """With a whole block of each, in the memory that is planned. With 4 bits, tokens are those of all on the device."""
+    known, policy, lossy = families("opt"), Policy.load(shipped.find("policies", name)), SUITE[name]
+    times = -(-policy.block_size // len(known.rows))
+    rows, expected = known.rows * times, known.expected * times
+    if lossy != EXACT:
+        with Engine(known.directory, policy=Policy(8, 1), device="sim", lossy=lossy) as engine:
+            expected = [r.token_ids for r in engine.generate(known.rows, GREEDY)] * times
+    options: dict[str, Any] = dict(policy=policy, lossy=lossy, offload_dir=tmp_path, prefix_sharing=False)
+    with Engine(known.directory, device="sim", **options) as engine:
+        layout = engine.plan(Workload.of((len(p), NEW) for p in known.prompts * times))
+    memory = {f"{tier}_mem": layout.total(tier) + ALIGN for tier in ("device", "host")}
+    with Engine(known.directory, device="sim", **options, **memory) as engine:
+        assert [r.token_ids for r in engine.generate(rows, GREEDY)] == expected
+        assert engine.summary.peak_bytes == {t: layout.total(t) for t in ("device", "host", "disk")}
+        assert (engine.summary.busy.get("cpu", 0) > 0) == policy.delegate
+
+
 LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sparse_attention=0.3),
          Lossy("int8", cache="int4"))  # fmt: skip
 
@@ -67,7 +99,7 @@ LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sp
 @pytest.mark.parametrize("family", ["llama", "gpt-oss"])
 def test_lossy_caches_give_the_tokens_they_give_undelegated(families: Any, family: str, lossy: Lossy) -> None:
     known, found = families(family), []
-    fields: dict[str, Any] = dict(gpu_batch_size=3, num_gpu_batches=3, cache=(0.3, 0.7, 0), weights=(0.5, 0.5, 0))
+    fields: dict[str, Any] = dict(gpu_batch_size=3, num_gpu_batches=3, cache=(0.3, 0.4, 0.3), weights=(0.5, 0.5, 0))
     for delegate in (False, True):
         with Engine(known.directory, policy=Policy(**fields, delegate=delegate), device="sim", lossy=lossy) as engine:
             found.append([r.token_ids for r in engine.generate(known.rows, GREEDY)])
@@ -84,7 +116,8 @@ def measured(family: Any, policy: Policy, tmp_path: Path, **options: Any) -> dic
         assert engine.summary.peak_bytes == {t: layout.total(t) for t in ("device", "host", "disk")}
         facts = engine.facts
         shape = {"layers": len(facts.layers), "heads": facts.heads, "kv": facts.kv_heads, "dim": facts.head_dim}
-        return {**engine.summary.to_json(), **shape, "page": layout.page_bytes["host"][0], "layout": layout}
+        page = next(pages[0] for place, pages in layout.page_bytes.items() if place != "device")
+        return {**engine.summary.to_json(), **shape, "hidden": facts.hidden, "page": page, "layout": layout}
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
@@ -102,23 +135,60 @@ def test_bytes_of_a_delegated_token(families: Any, tmp_path: Path, family: str) 
     assert got["bytes"] == {"h2d": up, "d2h": down + pages, "disk_read": 0, "disk_write": 0}
 
 
-def test_only_the_share_on_the_host_is_delegated(families: Any, tmp_path: Path) -> None:
-    """Half of the block is on disk: its pages are moved as without delegation."""
-    half = (0, 0.5, 0.5)
-    moved, there = (measured(families("llama"), Policy(4, 2, cache=half, schedule="zigzag", delegate=d), tmp_path)
+@pytest.mark.parametrize("cache", [(0, 0.5, 0.5), K])
+def test_pages_on_a_disk_are_read_and_written_but_cross_no_link(
+    families: Any, tmp_path: Path, cache: tuple[float, ...]
+) -> None:
+    """Of each decoding sequence: down queries, key and value, up the output. The disk moves the same pages."""
+    moved, there = (measured(families("llama"), Policy(4, 2, cache=cache, schedule="zigzag", delegate=d), tmp_path)
                     for d in (False, True))  # fmt: skip
     for link in ("disk_read", "disk_write"):
         assert moved["bytes"][link] == there["bytes"][link] > 0
-    tokens = there["layers"] * len(LENGTHS) // 2 * (NEW - 1)
-    up, page = there["heads"] * there["dim"] * 4, there["page"]
-    assert moved["bytes"]["h2d"] - there["bytes"]["h2d"] == tokens * (page - up)
+    tokens, page = there["layers"] * len(LENGTHS) * (NEW - 1), there["page"]
+    assert there["bytes"]["disk_read"] == cache[2] * tokens * page
+    assert there["bytes"]["h2d"] == tokens * there["heads"] * there["dim"] * 4
+    down = tokens * (there["heads"] + 2 * there["kv"]) * there["dim"] * 4
+    assert there["bytes"]["d2h"] == down + there["layers"] * len(LENGTHS) * page  # and the pages of prompts
+
+
+def test_hidden_states_of_delegated_sequences_cross_the_link(families: Any, tmp_path: Path) -> None:
+    here, away = (measured(families("llama"), Policy(4, 2, cache=H, activations=a, delegate=True), tmp_path)
+                  for a in ((1, 0, 0), H))  # fmt: skip
+    tokens = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
+    crossing = (here["layers"] - 1) * tokens * here["hidden"] * 4
+    for link in ("h2d", "d2h"):
+        assert away["bytes"][link] - here["bytes"][link] == crossing
+
+
+def test_halves_of_layers_take_the_room_of_one(families: Any, tmp_path: Path) -> None:
+    """Each half crosses the link once a sweep, like the whole; its slot is as large as the half."""
+    fields: dict[str, Any] = dict(cache=H, weights=H, schedule="zigzag", delegate=True)
+    whole, halves = (measured(families("opt"), Policy(4, 2, half_layers=half, **fields), tmp_path)
+                     for half in (False, True))  # fmt: skip
+    assert whole["bytes"] == halves["bytes"]
+    assert whole["sweeps"] == halves["sweeps"]
+    with Engine(families("opt").directory, device="sim") as engine:
+        facts = engine.facts
+    early, late = (slot_bytes(t.held_bytes for t in facts.layers[0] if t.early == first) for first in (True, False))
+    named = {t.name.rpartition("layers.0.")[2].rpartition(".")[0] for t in facts.layers[0] if t.early}
+    assert named == {"self_attn_layer_norm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+    assert halves["layout"].slots == [early, max(late, halves["layout"].slot)]
+    saved = whole["layout"].account["device"]["weight slots"] - halves["layout"].account["device"]["weight slots"]
+    assert saved == 2 * aligned(whole["layout"].slot) - aligned(early) - aligned(halves["layout"].slot)
+
+
+def test_layers_with_experts_are_not_halved(families: Any) -> None:
+    policy = Policy(4, 2, weights=H, half_layers=True)
+    refusal = pytest.raises(InvalidInput, match="half_layers is True, but layers of this model cannot be divided")
+    with Engine(families("gpt-oss").directory, policy=policy, device="sim") as engine, refusal:
+        engine.generate(families("gpt-oss").rows, GREEDY)
 
 
 @pytest.mark.parametrize("fields", [dict(cache=H), dict(cache=MIX, weights=MIX, slots=3), dict(cache=(0.2, 0.8, 0))])
 def test_memory_is_booked_to_the_byte(families: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
     policy = Policy(gpu_batch_size=3, num_gpu_batches=3, **fields, delegate=True)
     layout = measured(families("llama"), policy, tmp_path)["layout"]
-    there = round(9 * fields["cache"][1])  # sequences
+    there = 9 - round(9 * fields["cache"][0])  # sequences
     row = (4 + 2 * 2) * 16 * 4
     assert layout.account["host"]["delegation buffers"] == aligned(there * row)
     assert layout.account["device"]["delegation buffers"] == aligned(there * row)
@@ -173,7 +243,7 @@ def test_refused_where_ram_is_the_device(families: Any) -> None:
 def test_refused_where_the_share_is_less_than_a_sequence(families: Any) -> None:
     known = families("llama")
     with Engine(known.directory, policy=Policy(2, 1, cache=(0.9, 0.1, 0), delegate=True), device="sim") as engine:
-        with pytest.raises(InvalidInput, match="no sequence of a block of 2 has cache on the host"):
+        with pytest.raises(InvalidInput, match="no sequence of a block of 2 has cache on the host or a"):
             engine.generate(known.rows, GREEDY)
         assert engine.core.machine.host.ledger.peak == engine.core.machine.device.ledger.peak == 0
 

@@ -93,6 +93,8 @@ def policy_words(policy: Policy) -> list[str]:
     shape = f"{count(batches, 'gpu_batch', 'gpu_batches')} of {count(policy.gpu_batch_size, 'sequence', 'sequences')}"
     each = " each" if batches > 1 else ""
     overlap = "the next layer is loaded while one is computed"
+    if policy.half_layers:
+        overlap = "one for the weights up to attention, one for the others of a layer"
     if policy.slots == 1:
         overlap = "transfers wait for computing, and computing waits for transfers"
     lines = [
@@ -101,7 +103,7 @@ def policy_words(policy: Policy) -> list[str]:
         f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
     if policy.delegate:
-        lines.append("            attention is delegated: the CPU computes it for sequences whose cache is on the host")
+        lines.append("            attention is delegated: the CPU computes it for sequences with cache off the device")
     if policy.queries_first:
         lines.append("            queries go first: workers attend to cached tokens while keys and values are computed")
     return lines

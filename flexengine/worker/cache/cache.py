@@ -76,7 +76,7 @@ class Cache:
         groups = (
             tables_of(batch, pieces, pool, [held[p.sequence][g] for p in pieces],
                       {i: (tokens, ids[g]) for i, (tokens, ids) in shared.items()}, self.pools.page_shape(g, tier),
-                      compute, self._values is not None and not place_of(tier).worker)
+                      compute, self._values is not None and not batch.delegated and not place_of(tier).worker)
             for g, pool in enumerate(self.layout.pools[tier])
         )  # fmt: skip
         means = self._smoothing.of(pieces) if self._smoothing else None

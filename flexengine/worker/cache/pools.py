@@ -154,8 +154,8 @@ class Pools(SequenceState):
         size, self._mover = layout.cache_buffer, Mover(machine, self.teams)
         count = num_buffers(layout.policy.slots) if size else 0
         self._buffers = [regions.take("device", size, "cache buffers", dtype) for _ in range(count)]
-        count = count if any(place_of(home).staged for home in layout.pools) and machine.capacity.staged else 0
-        self._stages = [regions.take("host", size, "cache staging", dtype) for _ in range(count)]
+        staged = layout.cache_stage
+        self._stages = [regions.take("host", staged, "cache staging", dtype) for _ in range(count if staged else 0)]
 
     def claim(self, sequence: Sequence, tokens: int) -> None:
         """Take pages for the sequence until it can hold `tokens` tokens.
@@ -220,6 +220,12 @@ class Pools(SequenceState):
     def in_buffer(self, layer: int, home: str, buffer: int) -> Tensor:
         """Return the pages of a layer in a buffer."""
         return self.machine.device.view(self.room(layer, home, buffer)).view(-1, *self._page(layer, home))
+
+    def in_stage(self, layer: int, home: str, buffer: int) -> Tensor:
+        """Return the pages of a layer in a buffer's host staging."""
+        page = self.page_bytes(layer, home)
+        whole = self._part(self._stages[buffer], 0, self.layout.cache_stage // page * page)
+        return self.machine.host.view(whole).view(-1, *self._page(layer, home))
 
     def _page(self, layer: int, tier: str) -> tuple[int, ...]:
         """Return the shape of a page."""

@@ -73,8 +73,9 @@ class Closed(NamedTuple):
 class Tables:
     """Page tables of one gpu_batch for one group of layers during a sweep.
 
-    Page numbers are numbers in the pool of the cache's tier. If pages pass through a device buffer, they are numbers in
-    the buffer. If attention is delegated, the tensors are in RAM. `decode` is the number of pieces with one token.
+    Page numbers are numbers in the pool of the cache's tier. If pages pass through a device buffer, or are read from a
+    disk for delegated attention, they are numbers in the buffer. If attention is delegated, the tensors are in RAM.
+    `decode` is the number of pieces with one token.
     """
 
     tables: Tensor  # int32 [decode, pages], page tables of the pieces with one token
@@ -190,7 +191,7 @@ def tables_of(
     decode = sum(p.single for p in pieces)
     page_ids, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
     copies: list[tuple[int, int]] = []
-    if batch.cache_home != "device" and not batch.delegated:
+    if batch.moves_pages:
         page_ids = [moved.add(piece, owned[i], shared.get(i)) for i, piece in enumerate(pieces)]
     else:
         for i, (tokens, ids) in shared.items():  # first new tokens that go to a page that is partly filled
