@@ -5,7 +5,9 @@ python -m bench.pipeline [--cases decode simulated grid kills] [--turns 3] [--ki
 decode: a model of eight layers on simulated accelerators that each hold a quarter of it, behind throttled links. One
 process streams three quarters of the weights in every sweep; four stages keep their layers. The record has decode
 tokens per second of both, which take turns. simulated: three stages that stream all their weights through a throttled
-link, beside the same pipeline in virtual time, whose stages take bytes / rate. grid: the outputs of one to four stages
+link, beside the same pipeline in virtual time, whose stages take bytes / rate. unequal: four stages of a model whose
+head has the bytes of three layers, behind throttled links, with the layers that the planner chooses and evenly divided
+ones. grid: the outputs of one to four stages
 under ten policies, by `--stages` and by torchrun, beside that of one process. kills: `flexengine run --stages 3`, of
 which a stage is killed by SIGKILL at a random moment and which is run again, until it has been killed so often; its
 output must be that of one process. Exit code: 1 if tokens or outputs differ.
@@ -29,7 +31,6 @@ from bench.harness import Record
 from bench.pipeline.grid import grid
 from bench.pipeline.models import VOCABULARY, make_model
 
-CASES = ("decode", "simulated", "grid", "kills")
 LAYERS, HIDDEN, ROWS, PROMPT, TOKENS = 8, 1024, 16, 16, 24
 LINK = 200e6  # bytes per second between host and device
 STAGES = 4
@@ -115,6 +116,41 @@ def simulated(turns: int, directory: Path) -> tuple[Record, bool]:
     return record, same
 
 
+def unequal(turns: int, directory: Path) -> tuple[Record, bool]:
+    """Return the record of case unequal, and whether tokens are those of one process."""
+    layers, hidden, vocabulary, new, link = 16, 512, 20_000, 8, 100e6
+    per = layers // STAGES
+    layer, rng = make_model(directory / "model", layers, hidden, vocabulary), random.Random(1)
+    rows = [[rng.randrange(vocabulary) for _ in range(4)] for _ in range(16)]
+    job: Record = {"model": str(directory / "model"), "memory": "56M", "host": "2G", "tokens": new, "rows": rows}
+    job["links"] = {"h2d": link, "d2h": link}
+    planned = {**job, "stages": STAGES}
+    alone = side({**job, "stages": 1}, directory)
+    chosen = side(planned, directory)
+    same_for_all = {"weights": [None] * per, "policy": chosen["policy"]}
+    stages = [{"device": f"{k}", "layers": [per * k, per * k + per], **same_for_all} for k in range(STAGES)]
+    shape = f"llama, {layers} layers of {hidden}, 8 heads of {hidden // 8}, vocabulary {vocabulary}"
+    block = chosen["policy"]["gpu_batch_size"] * chosen["policy"]["num_gpu_batches"]
+    strategy = {"model": shape, "num_layers": layers, "stages": stages, "prefill_batch": 1, "decode_batch": block,
+                "cohorts": STAGES}  # fmt: skip
+    sides = {"planned": planned, "even": {**planned, "strategy": strategy}}
+    runs: dict[str, list[Record]] = {"planned": [chosen], "even": []}
+    for turn in range(turns):
+        for name, given in sides.items():
+            if turn or name == "even":
+                runs[name].append(side(given, directory))
+    spent = {name: [run["prefill_seconds"] + run["decode_seconds"] for run in each] for name, each in runs.items()}
+    seconds = {name: median(each) for name, each in spent.items()}
+    same = all(run["tokens"] == alone["tokens"] for each in runs.values() for run in each)
+    record = header({"name": "unequal", "layers": layers, "hidden": hidden, "vocabulary": vocabulary, "stages": STAGES,
+                     "layer_bytes": layer, "h2d": link, "tokens": new})  # fmt: skip
+    record |= {"seconds": seconds, "ratio": seconds["even"] / seconds["planned"], "same": same,
+               "predicted_seconds": {name: each[-1]["predicted_seconds"] for name, each in runs.items()},
+               "layers_by_stage": {name: each[-1]["layers"] for name, each in runs.items()},
+               "policies": {name: each[-1]["policy"] for name, each in runs.items()}}  # fmt: skip
+    return record, same
+
+
 def all_policies(_: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case grid, and whether all outputs are that of one process."""
     found, same = grid(directory)
@@ -172,9 +208,12 @@ def kills(count: int, directory: Path) -> tuple[Record, bool]:
     return record, same and len(made) == count
 
 
+MAKERS = {"decode": decode, "simulated": simulated, "unequal": unequal, "grid": all_policies, "kills": kills}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pipeline", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=MAKERS, default=[*MAKERS])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--out", metavar="FILE", default="pipeline.jsonl", help="also append to bench/results/FILE")
@@ -182,8 +221,7 @@ def main() -> int:
     right = True
     for name in args.cases:
         with tempfile.TemporaryDirectory() as folder:
-            case = {"decode": decode, "simulated": simulated, "grid": all_policies, "kills": kills}[name]
-            record, equal = case(args.kills if name == "kills" else args.turns, Path(folder))
+            record, equal = MAKERS[name](args.kills if name == "kills" else args.turns, Path(folder))
         right = right and equal
         harness.emit(record, args.out)
     return 0 if right else 1

@@ -11,13 +11,17 @@ from typing import Any
 
 from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.guests.stages.group import PipelineGroup
+from flexengine.guests.stages.remote import PipelinePlanner
 from flexengine.guests.stages.server import StageServer
 from flexengine.guests.wire.processes import local_stages, ranks
+from flexengine.plan.stages import Strategy
 
 
 def engine_of(job: dict[str, Any], group: PipelineGroup | None) -> Engine:
     return Engine(job["model"], device="sim", device_mem=job["memory"], host_mem=job["host"],
-                  links=Links(**job["links"]), policy=Policy(**job["policy"]), group=group, progress=False)  # fmt: skip
+                  links=Links(**job["links"]), policy=Policy(**job["policy"]) if "policy" in job else None,
+                  strategy=Strategy(**job["strategy"]) if "strategy" in job else None, group=group,
+                  progress=False)  # fmt: skip
 
 
 def drive(job: dict[str, Any], group: PipelineGroup | None) -> dict[str, Any]:
@@ -25,12 +29,19 @@ def drive(job: dict[str, Any], group: PipelineGroup | None) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": ids} for ids in job["rows"]]
     with engine_of(job, group) as engine:
         results = engine.generate(prompts, SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
-        summary, driver = engine.summary, engine.core.driver
+        summary, driver, planner = engine.summary, engine.core.driver, engine.planner
+        first_stage, watch = engine.core.skeleton.layer_range, engine.watch
+    predicted = []
+    if isinstance(planner, PipelinePlanner) and watch is not None:
+        own = planner.cost(watch.cost.workload).predict(watch.layout)
+        predicted = [own.total_seconds, *(plan.seconds for plan in planner.others)]
     first = len(results)  # the first token of each row is computed with its prompt
     return {
         "tokens": [result.token_ids for result in results], "prefill_seconds": summary.prefill_seconds,
         "decode_seconds": summary.decode_seconds, "sweeps": summary.sweeps,
         "decode_tok_s": (summary.generated_tokens - first) / summary.decode_seconds,
+        "layers": [first_stage, *(each["layers"][:2] for each in driver.measured.values())] if driver else [],
+        "predicted_seconds": predicted, "policy": summary.policy.to_json() if summary.policy else None,
         "peak_bytes": dict(summary.peak_bytes), "stages": driver.measured if driver else {},
     }  # fmt: skip
 

@@ -18,7 +18,7 @@ from flexengine.plan.formatting import clock
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.min_memory import fitting, lay_out_given, planned
-from flexengine.plan.search import Search, search, sparse_warning, unused_workers
+from flexengine.plan.search import Search, search, unused_workers
 from flexengine.plan.search import check as check_least
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -68,6 +68,7 @@ class Planner:
         # Most tokens of a prefill chunk, and sequences alive, in all policies that the planner chooses; None: no limit.
         self.prefill_tokens: int | None = None
         self.block: int | None = None
+        self.cohorts = 1  # of a pipeline, one per stage; see `plan.cost.Cost`
         self.alone = True  # whether the model is whole: what is predicted is the job's, not that of a stage
         self.rates = RateStore(machine, opened, hardware)
         self._searched: Search | None = None  # with attention workers, the search that chose the last policy
@@ -153,6 +154,8 @@ class Planner:
         if self.machine.workers and self._searched is not None and not layout.policy.works:
             self._say_unused(self._searched)
         if self.opened.facts.topk is not None:
+            from flexengine.plan.sparse import sparse_warning
+
             cost = self.cost(workload.up_to(largest))
             if warning := sparse_warning(cost, cost.predict(layout)):
                 message(warning, logging.WARNING)
@@ -189,7 +192,7 @@ class Planner:
         """
         facts, rates, measure = self.opened.facts, self.rates, known is None
         known = known or rates.known()
-        options = replace(options or Options(), overlap=self.overlap, by_tokens=self.by_tokens)
+        options = replace(options or Options(), overlap=self.overlap, by_tokens=self.by_tokens, cohorts=self.cohorts)
         options = options if self.alone else replace(options, stores_from=math.inf)
         with activity("planning", "searching the policy with the shortest predicted time"):
             found = search(facts, known, workload, options)
@@ -268,11 +271,11 @@ class Planner:
 
     def cost(self, workload: Workload, known: Hardware | None = None) -> Cost:
         """Return the cost model of a workload. Measure nothing. known: rates to use; None for those known so far."""
-        return Cost(self.opened.facts, known or self.rates.known(), workload, self.overlap)
+        return Cost(self.opened.facts, known or self.rates.known(), workload, self.overlap, self.cohorts)
 
     def watch(self, workload: Workload, layout: Layout) -> SweepMonitor:
-        """Return what compares a job's sweeps with their prediction under a layout."""
-        return SweepMonitor(self.cost(workload), layout)
+        """Return what compares a job's sweeps, each of one cohort, with their prediction under a layout."""
+        return SweepMonitor(Cost(self.opened.facts, self.rates.known(), workload, self.overlap), layout)
 
 
 def pays(seconds: float, least: float, length: float) -> bool:

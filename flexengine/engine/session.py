@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 
@@ -39,6 +40,7 @@ _ENDED = {False: "stop() of this engine", True: "close() of this engine"}
 # Imported for pipelines.
 STAGES_DRIVER = "flexengine.guests.stages.remote:Driver"
 STAGES_PLANNER = "flexengine.guests.stages.remote:PipelinePlanner"
+STAGES_LAYERS = "flexengine.guests.stages.split:layers_of"
 STAGES_CHECK = "flexengine.guests.stages.remote:check_alike"
 
 
@@ -379,11 +381,8 @@ def _core(options: EngineOptions) -> Core:
             " (flexengine quality --weights mixed --budget SIZE --save-bits FILE.json), and give --weights FILE.json"
         )
 
-    from flexengine.plan.stages import stage_layers
     from flexengine.tier.cuda import take_one
 
-    def layers(count: int) -> tuple[int, int]:
-        return stage_layers(count, group.rank, group.size, options.strategy)
-
     take_one(group.local_rank)
+    layers = partial(resolve_name(STAGES_LAYERS), options, group)
     return Core(options, layers, resolve_name(STAGES_DRIVER)(group) if group.rank == 0 else None)

@@ -45,6 +45,8 @@ class Options:
     block: int | None = None  # most sequences alive, None for MAX_BLOCK_SIZE
     frontier: bool = False  # whether to collect slower policies with less latency too
     by_tokens: bool = False  # whether attention workers may divide the tokens, which changes the last bits of results
+    cohorts: int = 1  # as in `Cost`; a block has at least a gpu_batch for each, as far as it has sequences
+    schedule: str | None = None  # of all policies, None for free choice
     stores_from: float = 600.0  # jobs of at least these seconds store results often, as in `search`
 
 
@@ -102,7 +104,13 @@ class Candidates:
             block: block size.
             batch: most sequences of a gpu_batch.
         """
-        return divided(Policy(block, 1, prefill_tokens=self.tokens[0]), -(-block // batch))
+        shape = divided(Policy(block, 1, prefill_tokens=self.tokens[0]), -(-block // batch))
+        return self.suited(shape)
+
+    def suited(self, policy: Policy) -> Policy:
+        """Return the policy as `sensible`, for the cohorts of `cost` and with the schedule of the options."""
+        policy = for_cohorts(sensible(policy), self.cost.cohorts)
+        return replace(policy, schedule=self.options.schedule) if self.options.schedule else policy
 
     def even(self, block: int) -> Policy:
         """Return a policy whose block has one gpu_batch per sweep of a mean sequence's life.
@@ -146,7 +154,7 @@ class Candidates:
 
     def attempt(self, policy: Policy) -> Prediction | None:
         """Lay a policy out and price it. Return None if it does not fit."""
-        given = sensible(policy)
+        given = self.suited(policy)
         policy = with_neurons(given, self.cost.model, self.capacity, lambda p: self.laid_out(p, self.capacity))
         if policy in self.refused or self.too_large(policy):
             self.refused.update({given: self.refused[policy]} if policy in self.refused else {})
@@ -194,6 +202,17 @@ class Candidates:
 def divided(policy: Policy, batches: int) -> Policy:
     """Return the policy with its block, or hardly more sequences, in this many gpu_batches."""
     return replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
+
+
+def for_cohorts(policy: Policy, cohorts: int) -> Policy:
+    """Return the policy with at least one gpu_batch per cohort in its block, as far as it has sequences, so that all
+    stages of a pipeline compute at the same time; with attention workers two, so that a stage computes one while the
+    workers attend to the other. The block keeps its size, or grows by less than one sequence per gpu_batch."""
+    block = policy.block_size
+    batches = min(cohorts * (2 if policy.works else 1), block) if cohorts > 1 else 1
+    if policy.num_gpu_batches >= batches or policy.schedule == "row":
+        return policy
+    return divided(policy, batches)
 
 
 def placed_like(shape: Policy, placed: Policy) -> Policy:

@@ -118,10 +118,15 @@ class Cost:
 
     Args:
         overlap: whether lanes work at the same time if a policy has two slots; else one task runs at a time.
+        cohorts: parts of the block that have sweeps of their own, each with streamed weights. A sweep of a prediction
+            is then one of each cohort.
     """
 
-    def __init__(self, model: ModelFacts, hardware: Hardware, workload: Workload, overlap: bool = True) -> None:
+    def __init__(
+        self, model: ModelFacts, hardware: Hardware, workload: Workload, overlap: bool = True, cohorts: int = 1
+    ) -> None:
         self.model, self.hardware, self.workload, self.overlap = model, hardware, workload, overlap
+        self.cohorts = cohorts
         self.rates = Rates.of(model, hardware)
         self.crosstalk = self.rates.crosstalk
         self.windows = frozenset(w for w in self.rates.windows if w is not None)
@@ -219,7 +224,8 @@ class Cost:
         data = Sweeping(self.model, self.hardware, policy, sweeps, self.pages, rates, self.neighbours(policy))
         if self.model.blocks:
             yield from guest("neurons").terms(data, prompts.batch)
-        yield from data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes)
+        for term in data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes):
+            yield term._replace(seconds=term.seconds * self.cohorts)
         yield from data.cache()
         yield from data.hidden()
         if policy.delegate or policy.works:

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Self
 
 from flexengine.places import DEVICE, WORKERS, place_of, workers_of
-from flexengine.plan.candidates import Candidates, Options, sensible
+from flexengine.plan.candidates import Candidates, Options
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -97,7 +97,7 @@ class Placement:
         return self._solvable[key]
 
     def _place(self, shape: Policy, choice: Choice, wide: bool) -> bool:
-        shape = choice.onto(shape)
+        shape = self.tried.suited(choice.onto(shape))
         rows, allowed = self._memories(shape, choice), self._allowed(choice)
         if not all(row.used.least(allowed) <= row.capacity for row in rows):  # finds most infeasible programs
             return False
@@ -112,7 +112,7 @@ class Placement:
                 return False
             if self.tried.too_slow(solved.seconds, solved.latency, wide):
                 return True
-            policy = sensible(_rounded(shape, solved.fractions, choice))
+            policy = self.tried.suited(_rounded(shape, solved.fractions, choice))
             if self.tried.attempt(policy) is not None:
                 return True
             error = self.tried.refused[policy]  # of the memory that was too small

@@ -27,7 +27,6 @@ from flexengine.plan.workload import Workload
 
 KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
 MOST_SHARE = 0.95  # workers are used if the job takes at most this share of its seconds without them
-MIN_SPARSE_LOSS = 1.03  # a job that sparse attention makes longer by this factor has a warning
 # Of a long job (`Options.stores_from`), at most the share MAX_AT_STAKE passes without a result, if that takes at most
 # MAX_LONGER times the shortest predicted seconds.
 MAX_AT_STAKE, MAX_LONGER = 0.1, 1.03
@@ -52,7 +51,7 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
         NoSolver: the search needs a solver, and none is installed.
     """
     options = options or Options()
-    tried = Candidates(Cost(model, hardware, workload, options.overlap), options)
+    tried = Candidates(Cost(model, hardware, workload, options.overlap, options.cohorts), options)
     placed = options.placed
     if placed is not None:
         on_device = placed.weights[0] == placed.cache[0] == placed.activations[0] == 1
@@ -243,28 +242,4 @@ def unused_workers(tried: Iterable[Prediction], best: Prediction) -> str:
     return (
         f"attention workers are not used: the job is predicted to take {clock(best.total_seconds)} without them,"
         f" {with_them}"
-    )
-
-
-def sparse_factor(cost: Cost, prediction: Prediction) -> float:
-    """Return the predicted seconds of a job with sparse attention over those of the same policy without it; 1 if the
-    model has none, or the policy does not fit without it."""
-    model, hardware = cost.model, cost.hardware
-    if model.topk is None:
-        return 1.0
-    dense = replace(model, topk=None)
-    names = [(dense.attention_signature(w), model.attention_signature(w)) for w in model.windows or (None,)]
-    measured = {name: hardware.attention[known] for name, known in names if known in hardware.attention}
-    hardware = replace(hardware, attention={**measured, **hardware.attention})
-    without = Cost(dense, hardware, cost.workload, cost.overlap).of(prediction.policy, hardware.capacity)
-    return prediction.seconds / without.seconds if without is not None else 1.0
-
-
-def sparse_warning(cost: Cost, prediction: Prediction) -> str:
-    """Return the warning that sparse attention makes a job longer; "" if it does not."""
-    if (factor := sparse_factor(cost, prediction)) < MIN_SPARSE_LOSS:
-        return ""
-    return (
-        f"sparse attention is predicted to make this job {digits(factor)} times as long: it loads fewer values, but the"
-        " device waits for each layer's; leave --sparse-attention out"
     )

@@ -3,21 +3,23 @@
 A strategy says which device computes which layers, in which formats. It is also a JSON file."""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import permutations
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan.candidates import divided, with_neurons
+from flexengine.plan.candidates import with_neurons
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.min_memory import lay_out_given, planned
 from flexengine.plan.workload import Workload
-from flexengine.policy import MOST_SEQUENCES, Policy
+from flexengine.policy import MOST_SEQUENCES, Policy, Split, thousandths
 from flexengine.records import Limit, check, load, printable, refuse
 
 FORMATS = (None, "int8", "int4", "int3")  # of a layer's matrices, from exact to coarse; None: the checkpoint's numbers
@@ -26,6 +28,7 @@ MOST_LAYERS = 10_000
 _Count = Annotated[int, Limit(1, MOST_SEQUENCES)]
 _REMEDY = "make a strategy with flexengine plan --cluster --save"
 _STEPS = 20  # of the shares of weights that are tried
+_FINE_STEPS = (0.02, 0.005)  # shares that are moved after these
 
 
 def _layers(name: str, value: Any) -> tuple[int, int]:
@@ -159,6 +162,23 @@ def shape_name(facts: ModelFacts, layers: int | None = None) -> str:
     )
 
 
+def stage_facts(facts: ModelFacts, layers: slice, ends: tuple[bool, bool]) -> ModelFacts:
+    """Return the facts of a range of layers, with the embedding or the head if it has the first or the last layer.
+
+    Args:
+        facts: the whole model.
+        layers: the range.
+        ends: whether it has the first and the last layer.
+    """
+    begins, finishes = ends
+    head = facts.head or (None if begins else facts.embedding)
+    return replace(
+        facts, layers=facts.layers[layers], windows=facts.windows[layers], leaves=not finishes,
+        embedding=facts.embedding if begins else None, head=head if finishes else None,
+        others=facts.others if begins or finishes else (), blocks=facts.blocks[layers],
+    )  # fmt: skip
+
+
 def stage_layers(layers: int, rank: int, stages: int, strategy: Strategy | None) -> tuple[int, int]:
     """Return the first layer, and the last layer + 1, of a stage. Raise InvalidInput if there are fewer layers than
     stages, or the strategy is for another number of layers or stages.
@@ -191,21 +211,13 @@ def stage_layers(layers: int, rank: int, stages: int, strategy: Strategy | None)
 
 
 def block_of(strategy: Strategy, workload: Workload) -> Policy:
-    """Return the block of a strategy, with all data on the device. A prefill chunk holds prefill_batch of the longest
-    prompts."""
+    """Return the block of a strategy: the policy of its first stage, if it has gpu_batches of all cohorts, as from
+    `plan --stages`. Else all data is on the device, and a prefill chunk holds prefill_batch of the longest prompts."""
+    policy = strategy.stages[0].policy
+    if policy is not None and policy.num_gpu_batches >= strategy.cohorts > 1:
+        return policy
     longest = max((prompt for prompt, _ in workload.sizes), default=1)
     return Policy(strategy.decode_batch, strategy.cohorts, prefill_tokens=max(1, strategy.prefill_batch * longest))
-
-
-def for_cohorts(policy: Policy, stages: int) -> Policy:
-    """Return the policy with at least one gpu_batch per stage in its block, as far as it has sequences, so that all
-    stages compute at the same time; with attention workers two, so that a stage computes one while the workers attend
-    to the other. The block keeps its size, or grows by less than one sequence per gpu_batch."""
-    block = policy.block_size
-    batches = min(stages * (2 if policy.works else 1), block)
-    if policy.num_gpu_batches >= batches or policy.schedule == "row":
-        return policy
-    return divided(policy, batches)
 
 
 def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Policy | None = None) -> Prediction:
@@ -213,7 +225,7 @@ def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Poli
     Neurons or experts that are read on demand get the memory that is left.
 
     Weights near the device are read faster, but take memory from KV cache, without which sequences wait to enter. All
-    shares in steps of 1/20 are tried.
+    shares in steps of 1/20 are tried, and then smaller ones.
 
     Args:
         policy: its weights and its share of neurons do not matter.
@@ -238,5 +250,27 @@ def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Poli
         least = replace(policy, weights=(0, 0, 1), neurons=0.0)
         fitting = [lay_out_given(cost.model, least, cost.workload, capacity)]
     kept = None if resident is None else resident.weights
-    predictions = [cost.predict(layout, 0.0 if layout.policy.weights == kept else 1.0) for layout in fitting]
-    return min(predictions, key=attrgetter("total_seconds"))
+
+    def predicted(layout: Layout) -> Prediction:
+        return cost.predict(layout, 0.0 if layout.policy.weights == kept else 1.0)
+
+    best = min(map(predicted, fitting), key=attrgetter("total_seconds"))
+    for step in _FINE_STEPS:  # weights move in smaller steps while the job gets shorter
+        found: Prediction | None = best
+        while found is not None:
+            best, found = found, None
+            for weights in moved(best.policy.weights, step, capacity.shared):
+                with suppress(OutOfMemory):
+                    other = predicted(laid_out(replace(best.policy, weights=weights)))
+                    if other.total_seconds < (found or best).total_seconds:
+                        found = other
+    return best
+
+
+def moved(weights: Split, step: float, shared: bool) -> Iterator[Split]:
+    """Yield splits over device, host and disk with a share `step` on another of them. shared: leave out the host."""
+    for source, target in permutations(range(3), 2):
+        if weights[source] >= step and not (shared and 1 in (source, target)):
+            shares = list(weights)
+            shares[source], shares[target] = shares[source] - step, shares[target] + step
+            yield thousandths(shares)

@@ -7,12 +7,13 @@ from math import inf
 import pytest
 
 from flexengine.errors import OutOfMemory
+from flexengine.plan.candidates import for_cohorts
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import planned
-from flexengine.plan.stages import for_cohorts, place_weights
+from flexengine.plan.stages import place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from tests.helpers.plans import FLAT, opt

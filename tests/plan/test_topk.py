@@ -11,7 +11,8 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import PICK_SECONDS, chosen_share, waiting
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import CHOSEN, VALUES, lay_out
-from flexengine.plan.search import search, sparse_factor, sparse_warning
+from flexengine.plan.search import search
+from flexengine.plan.sparse import sparse_factor, sparse_warning
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 from flexengine.shell.explain.text import topk_words

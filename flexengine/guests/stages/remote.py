@@ -18,10 +18,11 @@ early may arrive later; they are dropped. Frames between driver and stage are:
 `number` of SWEEP and RESULT is the number of the sweep.
 """
 
-import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -44,8 +45,9 @@ from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
+from flexengine.plan.placement import ON_DEVICE
 from flexengine.plan.search import Search
-from flexengine.plan.stages import Strategy, block_of, for_cohorts, place_weights
+from flexengine.plan.stages import Strategy, block_of, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Shortage
@@ -62,7 +64,7 @@ FIELDS: dict[type[FlexError], tuple[str, ...]] = {
     OutOfMemory: ("tier", "what", "needed", "used", "capacity"),
     WorkerLost: ("place", "place", "why"),
 }
-LAYOUT = 3  # of frames; raise it with every change of them
+LAYOUT = 4  # of frames; raise it with every change of them
 
 
 class ChannelPort(Port):
@@ -157,6 +159,7 @@ class RemotePlan:
     layers: tuple[int, int, int]  # first layer, last layer + 1, and layers of the whole model
     policy: Policy
     seconds: float  # predicted
+    bottleneck: str  # lane with the most work
 
 
 class RemoteParts(NamedTuple):
@@ -211,7 +214,7 @@ class Driver(StageDriver):
         return lambda: [RemoteStage(self, rank, parts) for rank, parts in answers().items()]
 
     def end(self) -> None:
-        with contextlib.suppress(StageLost):
+        with suppress(StageLost):
             self._order(OrderKind.END)
             for rank in self.orders:
                 frame = self.results[rank].get()
@@ -227,7 +230,7 @@ class Driver(StageDriver):
         return {f"{PROCESS} stage {rank}": self.measured[rank].get(TRACE, []) for rank in sorted(self.measured)}
 
     def leave(self) -> None:
-        with contextlib.suppress(StageLost):
+        with suppress(StageLost):
             self._order(OrderKind.LEAVE)
 
     def _order(self, kind: OrderKind, *body: Tensor) -> None:
@@ -314,15 +317,14 @@ class RemoteStage(Stage):
 
 
 class PipelinePlanner(Planner):
-    """Plans the jobs of a pipeline, for its first stage. Every stage chooses the best policy for itself. All stages
-    then take the block of the one with the smallest block, and fill their memory with weights. `others` are the plans
-    of the other stages for the last layout."""
+    """Plans the jobs of a pipeline, for its first stage. Every stage chooses the best policy for itself. All then take
+    the one under which the slowest stage is fastest. `others` are the other stages' plans of the last layout."""
 
     def __init__(self, driver: Driver, strategy: Strategy | None, *args: Any) -> None:
         super().__init__(*args)
         self.driver, self.strategy = driver, strategy
         self.others: list[RemotePlan] = []
-        self.alone = False
+        self.alone, self.cohorts = False, driver.group.size
 
     def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
         """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""
@@ -346,15 +348,25 @@ class PipelinePlanner(Planner):
         tokens = limits.prefill_tokens or self.prefill_tokens
         if self.strategy is not None and limits.block is None:
             shared = block_of(self.strategy, workload)
-            if tokens:
-                shared = replace(shared, prefill_tokens=tokens)
-        else:  # the policy of the stage with the smallest block, with a gpu_batch for each stage
+            shared = replace(shared, prefill_tokens=tokens or shared.prefill_tokens)
+        else:  # of the policies that are best for a stage, the one under which the slowest stage is fastest
             job = JobOrder(workload, self.opened.lossy, Policy(), block=limits.block, prefill_tokens=tokens)
             others = self.driver.ask(OrderKind.CHOOSE, Policy, job)
             own = super().choose(workload, resident, limits, known).policy
-            tightest = min((own, *others().values()), key=lambda policy: policy.block_size)
-            shared = for_cohorts(tightest, self.driver.group.size)
+            every = {replace(policy, weights=ON_DEVICE, neurons=0.0) for policy in (own, *others().values())}
+            by_size = sorted(every, key=lambda policy: (policy.block_size, str(policy)))  # a tie takes the smallest
+            shared = min(by_size, key=lambda policy: self._slowest(policy, workload, resident, known))
         return place_weights(self.cost(workload, known), shared, self.machine.capacity, resident)
+
+    def _slowest(self, policy: Policy, workload: Workload, resident: Policy | None, known: Hardware | None) -> float:
+        """Return the seconds of work of the slowest stage under a block; infinite if a stage has no room for it."""
+        answers = self.driver.ask(OrderKind.LAY_OUT, RemotePlan, JobOrder(workload, self.opened.lossy, policy))
+        slowest = inf
+        with suppress(OutOfMemory):
+            slowest = place_weights(self.cost(workload, known), policy, self.machine.capacity, resident).total_seconds
+        with suppress(OutOfMemory):
+            return max(slowest, *(plan.seconds for plan in answers().values()))
+        return inf
 
 
 def check_alike(core: Core, options: EngineOptions, group: PipelineGroup) -> None:

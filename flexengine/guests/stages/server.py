@@ -23,7 +23,7 @@ class StageServer:
 
     def __init__(self, engine: Session, group: PipelineGroup) -> None:
         self.engine, self.core, self.planner, self.group = engine, engine.core, engine.planner, group
-        self.planner.alone = False
+        self.planner.alone, self.planner.cohorts = False, group.size
         rank = group.rank
         self.before = ChannelPort(group.receive(rank - 1, HIDDENS))
         self.after = ChannelPort(group.send(rank + 1, HIDDENS)) if rank + 1 < group.size else None
@@ -82,8 +82,9 @@ class StageServer:
 
     def _planned(self, job: JobOrder) -> RemotePlan:
         layout, skeleton = self._lay_out(job), self.core.skeleton
-        seconds = self.planner.cost(job.workload).predict(layout).total_seconds
-        return RemotePlan((*skeleton.layer_range, skeleton.total), layout.policy, seconds)
+        found = self.planner.cost(job.workload).predict(layout)
+        layers = (*skeleton.layer_range, skeleton.total)
+        return RemotePlan(layers, layout.policy, found.total_seconds, found.bottleneck)
 
     def _lay_out(self, job: JobOrder) -> Layout:
         if job.given:

@@ -11,11 +11,10 @@ import numpy as np
 from flexengine.plan.cluster.case_costs import Array, CaseCosts, Priced, UnitChoice, price
 from flexengine.plan.cluster.devices import DECODE, PREFILL, Cluster, Device
 from flexengine.plan.cluster.job import ClusterJob, Format, Harm, Model, Shape
-from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.sizes import ALIGN, READ, READ_BUFFERS, SHORT_READ, SHORT_READERS, aligned
-from flexengine.plan.stages import StagePlan, Strategy, shape_name
+from flexengine.plan.stages import StagePlan, Strategy, shape_name, stage_facts
 from flexengine.policy import Policy, thousandths
 
 MOST_READING = aligned(READ_BUFFERS * READ) + SHORT_READERS * aligned(SHORT_READ + 2 * ALIGN)
@@ -189,23 +188,6 @@ def orders(cluster: Cluster) -> list[Order]:
     tried = [tuple(device for name in names for device in cluster.of_type(name)) for names in kept]
     tried += [cluster.of_type(name)[:1] for name in types]
     return list({tuple(device.name for device in order): order for order in tried}.values())
-
-
-def stage_facts(facts: ModelFacts, layers: slice, ends: tuple[bool, bool]) -> ModelFacts:
-    """Return the facts of a range of layers, with the embedding or the head if it has the first or the last layer.
-
-    Args:
-        facts: the whole model.
-        layers: the range.
-        ends: whether it has the first and the last layer.
-    """
-    begins, finishes = ends
-    head = facts.head or (None if begins else facts.embedding)
-    return replace(
-        facts, layers=facts.layers[layers], windows=facts.windows[layers], leaves=not finishes,
-        embedding=facts.embedding if begins else None, head=head if finishes else None,
-        others=facts.others if begins or finishes else (),
-    )  # fmt: skip
 
 
 def cohort_policy(shape: Shape, job: ClusterJob) -> Policy:

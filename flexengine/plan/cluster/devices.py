@@ -18,7 +18,7 @@ seconds for small batches.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -230,6 +230,14 @@ class Device:
     def offloads(self) -> bool:
         """Return whether weights can be on the host."""
         return self.host_memory > 0 and self.host_link > 0
+
+    @property
+    def machine(self) -> Hardware | None:
+        """Return the machine of a device with a hardware file, which has all tiers; None for other devices."""
+        if not isinstance(self.latency, MachineRates) or self.speed != 1:
+            return None
+        host = self.host_memory or self.latency.hardware.host_bytes
+        return replace(self.latency.hardware, device_bytes=self.memory, host_bytes=host)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ A pipeline is several stages on this machine, or those that torchrun started; a 
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, check_library, shown
 from flexengine.guests.wire.processes import INTERFACE, ranks
-from flexengine.plan.formatting import clock, percent, place_name
-from flexengine.policy import shares
 from flexengine.shell.commands.messages import VERBOSE, say, verbosity
 from flexengine.shell.commands.openers import engine_options, load_libraries, open_engine
 from flexengine.shell.commands.options import OptionTable
@@ -22,8 +20,6 @@ from flexengine.shell.commands.parser import check_least, refuse_given
 if TYPE_CHECKING:
     from flexengine.apps.fleet.job import FleetRunner
     from flexengine.guests.stages.group import PipelineGroup
-    from flexengine.guests.stages.remote import RemotePlan
-    from flexengine.plan.cost import Prediction
 
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
 MOST_STAGES = 1000
@@ -145,24 +141,6 @@ def serve(args: argparse.Namespace) -> None:
 
         with open_engine(args, group=group) as engine:
             StageServer(engine, group).run()
-
-
-def stage_lines(layers: tuple[int, int], first: "Prediction", others: "Sequence[RemotePlan]", ram: bool) -> str:
-    """Return a line for each stage of a pipeline, and one for the slowest of them.
-
-    Args:
-        layers: first layer, and last layer + 1, of the first stage.
-        ram: whether device and host are one memory.
-    """
-    plans = [(layers, first.layout.policy, first.total_seconds), *((p.layers, p.policy, p.seconds) for p in others)]
-    lines = ["", "stages (above: stage 0 alone)"]
-    for rank, ((begin, end, *_), policy, seconds) in enumerate(plans):
-        split = shares(policy.weights).items()
-        weights = ", ".join(f"{percent(share)} {place_name(place, ram)}" for place, share in split if share)
-        lines.append(f"  {rank}: layers {begin} to {end - 1}, weights {weights}, {clock(seconds)} of work")
-    slowest = max(range(len(plans)), key=lambda rank: plans[rank][2])
-    lines.append(f"the job takes at least {clock(plans[slowest][2])}, the work of stage {slowest}")
-    return "\n".join(lines)
 
 
 def check_fleet(args: argparse.Namespace) -> None:

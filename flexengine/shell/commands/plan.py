@@ -21,7 +21,8 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, check_places
 from flexengine.plan.min_memory import fitting, lay_out_given, left_out
 from flexengine.plan.placement import placement_problem
-from flexengine.plan.search import Search, frontier, search, sparse_warning
+from flexengine.plan.search import Search, frontier, search
+from flexengine.plan.sparse import sparse_warning
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.shell.commands import openers
@@ -51,6 +52,8 @@ _JOB = f"""
 _HARDWARE = f"""
 --hardware FILE.json  rates and capacities of a machine (default: this machine, measured): a file, or one of
                       {shipped.listed("hardware")}
+--stages N            plan N such machines, each with a part of the layers and tiers of its own (docs/pipeline.md);
+                      --save then writes a strategy, for run --strategy
 """
 _OUTPUT = """
 --compare FILE.json ...  rank this policy and that of --policy; may be repeated; a file, or a shipped policy
@@ -133,6 +136,9 @@ def plan(args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         rates: Callable[[], Hardware]
         best: Callable[[Workload], Search]
+        if args.stages is not None:
+            machine = other or stack.enter_context(_own_machine(args, opened, rows, given)).rates.known()
+            return others.plan_stages(args, opened, machine, rows, lossy)
         if other:
             stack.enter_context(activity("planning", "searching the policy with the shortest predicted time"))
             rates, best = lambda: other, lambda work: search(opened.facts, other, work, options)
@@ -218,7 +224,10 @@ def _check(args: argparse.Namespace) -> None:
         names = ["limit", "prompt_column", "input_format", "chat", "score", "prefix_sharing"]
         names += ["row_options", "template", "delimiter"]
         refuse_given(args, names, "needs the rows of a file; give --input, too")
-    check_least(args, limit=1)
+    check_least(args, limit=1, stages=1)
+    if args.stages is not None:
+        why = "is for the plan of one machine, but --stages is given; leave one out"
+        refuse_given(args, ("cluster", "policy", "compare", "frontier", "latency", "plot", "save_lp"), why)
     if args.latency is not None and not 0 < args.latency < math.inf:
         raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
     for option, other in (("frontier", "compare"), ("offload_dir", "hardware")):

@@ -8,17 +8,20 @@ import argparse
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flexengine import shipped
 from flexengine.activity import activity
-from flexengine.errors import InvalidInput
-from flexengine.lossy import ALLOWED, QUALITY, Lossy
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.lossy import ALLOWED, EXACT, QUALITY, Lossy
+from flexengine.plan.chain import ChainPlan, chain_strategy, plan_chain
 from flexengine.plan.cluster import file
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
-from flexengine.plan.cluster.search import METHODS, Limits, search
+from flexengine.plan.cluster.search import METHODS, Found, Limits, search
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.stages import FORMATS
 from flexengine.plan.workload import Workload
 from flexengine.shell.commands.messages import say
@@ -26,6 +29,7 @@ from flexengine.shell.commands.openers import load_libraries, open_bare
 from flexengine.shell.commands.options import OptionTable, check_written, write
 from flexengine.shell.commands.parser import GENERAL, check_least, refuse_given
 from flexengine.shell.explain import cluster as explain
+from flexengine.shell.explain.chain import chain_helps, chain_json, chain_report
 
 if TYPE_CHECKING:
     from flexengine.model.slices import Cut, SlicedTensor, Slices
@@ -86,14 +90,61 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
     seconds, method = args.search_seconds or Limits.seconds, args.method or Limits.method
     limits = Limits(seconds=seconds, method=method, batch=args.batch)
     with activity("planning", "searching the stages with the shortest predicted time"):
-        found = search(task, limits)
-        helps = explain.cluster_helps(found, limits)
+        found, chain = searched(task, limits)
+        helps = explain.cluster_helps(found, limits) if found else []
+    if chain is not None:
+        say_chain(args, opened, chain)
+        return
+    assert found is not None
     if args.json:
         print(json.dumps({"model": opened.source.name} | explain.as_json(found, helps), allow_nan=False))
     else:
         print(explain.report(found, opened.source.name, helps))
     if args.save:
         write(args.save, found.plan.strategy().text())
+
+
+def searched(task: ClusterTask, limits: Limits) -> tuple[Found | None, ChainPlan | None]:
+    """Return the plan of a cluster with all KV cache on its devices, and the plan of stages with host and disk tiers if
+    that one is predicted to be faster. Raise FlexError if neither fits.
+
+    Only devices with hardware files have these tiers. Such stages are in the order of the file, with exact layers and
+    free links.
+    """
+    machines = [machine for device in task.cluster.devices if (machine := device.machine) is not None]
+    found, refused, chain = None, None, None
+    try:
+        found = search(task, limits)
+    except OutOfMemory as error:
+        refused = error
+    if len(machines) == len(task.cluster.devices) and None in task.formats and limits.batch is None:
+        with suppress(OutOfMemory, InvalidInput):
+            chain = plan_chain(task.model.exact, machines, task.job.workload)
+    if chain is None and refused is not None:
+        raise refused
+    if found is not None and chain is not None and chain.seconds >= found.plan.priced.cost:
+        chain = None
+    return found, chain
+
+
+def plan_stages(
+    args: argparse.Namespace, opened: "OpenModel", hardware: Hardware, workload: Workload, lossy: Lossy
+) -> None:
+    """Plan a chain of equal machines, print the report, and write the strategy. Raise FlexError if no plan fits."""
+    with activity("planning", "searching the stages with the shortest predicted time"):
+        plan = plan_chain(opened.facts, [hardware] * args.stages, workload)
+    say_chain(args, opened, plan, lossy)
+
+
+def say_chain(args: argparse.Namespace, opened: "OpenModel", plan: ChainPlan, lossy: Lossy = EXACT) -> None:
+    """Print the report of a chain, and write its strategy."""
+    found, hardware = chain_helps(plan), plan.stages[0].cost.hardware
+    name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
+    head = {"model": opened.source.name, "lossy": lossy.enabled, "hardware": hardware.name}
+    print(json.dumps(head | chain_json(plan, found), allow_nan=False) if args.json else chain_report(plan, name, found))
+    if args.save:
+        forms = [lossy.weights] * len(opened.facts.layers) if isinstance(lossy.weights, str | None) else lossy.weights
+        write(args.save, chain_strategy(plan, opened.facts, forms).text())
 
 
 def _formats(args: argparse.Namespace) -> tuple[Format, ...]:

@@ -167,7 +167,9 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.engine.file_job import check_rows
     from flexengine.engine.survey import Refused
     from flexengine.guests.stages.remote import PipelinePlanner
+    from flexengine.plan.candidates import Options
     from flexengine.plan.min_memory import left_out
+    from flexengine.shell.explain.chain import StageLine, slowest_line, stage_lines
     from flexengine.shell.explain.text import report
     from flexengine.shell.explain.whatif import ideas
 
@@ -195,12 +197,17 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
             print(f"{message}\n")
         prediction = planner.cost(plan.workload).predict(plan.layout)
         case = (engine.facts, hardware, plan.workload, prediction)
-        better = ideas(*case, chosen=planner.policy is None, thorough=args.verbose)
+        limits = Options(cohorts=planner.cohorts)
+        better = ideas(*case, chosen=planner.policy is None, options=limits, thorough=args.verbose)
         stages = isinstance(planner, PipelinePlanner)
         print(report(engine.core.source.name, *case, better, args.verbose, alone=not stages))
         if isinstance(planner, PipelinePlanner):
             shared = planner.machine.capacity.shared
-            print(distributed.stage_lines(engine.core.skeleton.layer_range, prediction, planner.others, shared))
+            layers, policy = engine.core.skeleton.layer_range, prediction.policy
+            lines = [StageLine(layers, policy, prediction.total_seconds, prediction.bottleneck)]
+            lines += [StageLine(p.layers, p.policy, p.seconds, p.bottleneck) for p in planner.others]
+            end = slowest_line(lines, shared)
+            print("\nstages (above: stage 0 alone)", *stage_lines(lines, shared), end, sep="\n")
     return DONE
 
 

@@ -71,7 +71,7 @@ def ideas(
     if not chosen:
         with activity("planning", "searching the policy of the planner, for comparison"), suppress(OutOfMemory):
             # The search leaves some RAM free, a given policy may use all.
-            best = min(prediction, search(model, hardware, workload).best, key=attrgetter("total_seconds"))
+            best = min(prediction, search(model, hardware, workload, options).best, key=attrgetter("total_seconds"))
     ratio = prediction.total_seconds / best.total_seconds
     found = helps(model, hardware, workload, best, options, math.inf if thorough else SEARCH_SECONDS)
     if ratio < MIN_SPEEDUP:
@@ -231,7 +231,7 @@ def _seconds_nearby(change: Change, workload: Workload, prediction: Prediction, 
 
     Return infinity if none fits and keeps the latency limit.
     """
-    cost = Cost(change.model, change.hardware, workload, options.overlap)
+    cost = Cost(change.model, change.hardware, workload, options.overlap, options.cohorts)
     capacity = planned(change.hardware.capacity)
     found, limit = list[Prediction](), options.latency_limit
     for policy in dict.fromkeys(_neighbours(change, workload, prediction.policy)):

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from flexengine.plan.cluster.costs import MOST_READING, ClusterPlan, ClusterTask, Costs, cohort_policy, stage_facts
+from flexengine.plan.cluster.costs import MOST_READING, ClusterPlan, ClusterTask, Costs, cohort_policy
 from flexengine.plan.cluster.devices import Cluster, Device, Link, MachineRates
 from flexengine.plan.cluster.job import ClusterJob, Model, Shape, assumed_harm
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
-from flexengine.plan.stages import shape_name
+from flexengine.plan.stages import shape_name, stage_facts
 from flexengine.plan.workload import Workload
 from tests.helpers.plans import machine_of, opt
 

@@ -1,0 +1,233 @@
+"""Plan a chain of stages that offload: the layers of each stage, one block for all, and each stage's placement.
+
+Each stage is planned as a machine of its own that has only the layers of the stage (FlexGen section 4.4), with the cost
+model, the search and the linear program of a single machine. The block is cut into a cohort per stage, and weights
+that a stage streams are read once for each sweep of a cohort. The search takes turns: the slowest stage searches the
+block, each stage places its weights for this block, and layers move from slow stages to fast ones.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+
+from flexengine.activity import tick
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan.candidates import Options, for_cohorts
+from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.search import search
+from flexengine.plan.stages import (
+    StagePlan,
+    Strategy,
+    place_weights,
+    shape_name,
+    stage_facts,
+    stage_layers,
+)
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+
+MAX_TURNS = 3  # of searching a block and moving layers
+MIN_GAIN = 0.995  # a turn counts if it makes the job at least so much shorter
+Range = tuple[int, int]  # first layer, and last layer + 1
+
+
+@dataclass(frozen=True)
+class ChainStage:
+    """One stage of a plan."""
+
+    layers: Range
+    cost: Cost  # of a model with these layers only
+    prediction: Prediction  # of the stage alone; a sweep is one of each cohort
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """Stages that compute one after the other, and the block that all of them have."""
+
+    stages: tuple[ChainStage, ...]
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy of the first stage. Others have other weights."""
+        return self.stages[0].prediction.policy
+
+    @cached_property
+    def slowest(self) -> int:
+        """Return the number of the stage with the most seconds of work."""
+        return max(range(len(self.stages)), key=lambda rank: self.stages[rank].prediction.total_seconds)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Return the seconds of the job, with the waits of stages for one another (the bubble).
+
+        A cohort's sweep begins on a stage when the stage before has ended it, and when the stage has ended its sweep of
+        the cohort before. Sweeps in which sequences enter are spread evenly over the job.
+        """
+        each = [stage.prediction for stage in self.stages]
+        cohorts = min(len(each), each[0].policy.num_gpu_batches)
+        entering, others = (round(each[0].counts[kind]) for kind in ("prefill", "decode"))
+        takes = {kind: [sweep_of(p, kind) / cohorts for p in each] for kind in ("prefill", "decode")}
+        free, ready = [0.0] * len(each), [0.0] * cohorts
+        for sweep in range(entering + others):
+            enters = sweep * entering % (entering + others) < entering
+            for cohort in range(cohorts):
+                for stage, seconds in enumerate(takes["prefill" if enters else "decode"]):
+                    free[stage] = ready[cohort] = max(free[stage], ready[cohort]) + seconds
+        return max(free) + max(prediction.load_seconds for prediction in each)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the generated tokens per second."""
+        return self.stages[0].prediction.tokens / self.seconds
+
+    @property
+    def spread(self) -> float:
+        """Return by how much the slowest stage's work exceeds that of the fastest, as a share of the slowest."""
+        seconds = [stage.prediction.total_seconds for stage in self.stages]
+        return 1 - min(seconds) / max(seconds)
+
+
+def sweep_of(prediction: Prediction, kind: str) -> float:
+    """Return the seconds of a mean sweep of this kind, or of the other one where the job has none of it."""
+    return prediction.sweep_seconds[kind] or max(prediction.sweep_seconds.values())
+
+
+class ChainSearch:
+    """The search for a chain's plan.
+
+    Args:
+        model: the whole model.
+        machines: one for each stage, in the order of the layers.
+        workload: the job.
+        options: of the search for a block; `cohorts` is set.
+    """
+
+    def __init__(
+        self, model: ModelFacts, machines: Sequence[Hardware], workload: Workload, options: Options | None = None
+    ) -> None:
+        self.model, self.machines, self.workload = model, machines, workload
+        self.options = replace(options or Options(), cohorts=len(machines))
+        self._costs: dict[tuple[int, Range], Cost] = {}
+        self._placed: dict[tuple[object, ...], Prediction | None] = {}
+
+    def even(self) -> list[Range]:
+        """Return the layers of each stage, divided evenly."""
+        count, stages = len(self.model.layers), len(self.machines)
+        return [stage_layers(count, rank, stages, None) for rank in range(stages)]
+
+    def plan(self) -> ChainPlan:
+        """Return the plan with which the job ends first.
+
+        Raises:
+            TooLittle: a stage has too little memory for an even part of the layers, and no other split was found.
+        """
+        ranges, best = self.even(), None
+        rank = max(range(len(ranges)), key=lambda k: ranges[k][1] - ranges[k][0])
+        for _ in range(MAX_TURNS):
+            policy = self.block(rank, ranges)
+            ranges = self.balanced(policy, ranges)
+            seconds = self.seconds(policy, ranges)
+            rank = seconds.index(max(seconds))
+            if max(seconds) == inf:  # the next turn takes the block of a stage that had no room for this one
+                continue
+            made = self.made(policy, ranges)
+            if best is not None and made.seconds > MIN_GAIN * best.seconds:
+                return min(best, made, key=lambda plan: plan.seconds)
+            best = made
+        return best or self.made(self.block(rank, ranges), ranges)
+
+    def block(self, rank: int, ranges: Sequence[Range]) -> Policy:
+        """Return the policy that is best for one stage alone."""
+        cost = self.cost(rank, ranges[rank])
+        policy = search(cost.model, cost.hardware, self.workload, self.options).best.policy
+        return for_cohorts(policy, len(self.machines))
+
+    def balanced(self, policy: Policy, ranges: Sequence[Range]) -> list[Range]:
+        """Return the layers of each stage, moved from slow stages to fast ones while the slowest gets faster."""
+        counts = [end - first for first, end in ranges]
+        best, step = self._ranked(policy, counts), max(1, max(counts) // 4)
+        while step:
+            slow, *others = sorted(range(len(counts)), key=lambda k: -self.seconds(policy, ranged(counts))[k])
+            for fast in reversed(others):
+                tried = [n - step * (k == slow) + step * (k == fast) for k, n in enumerate(counts)]
+                if tried[slow] > 0 and (found := self._ranked(policy, tried)) < best:
+                    counts, best = tried, found
+                    break
+            else:
+                step //= 2
+        return ranged(counts)
+
+    def _ranked(self, policy: Policy, counts: Sequence[int]) -> list[float]:
+        return sorted(self.seconds(policy, ranged(counts)), reverse=True)
+
+    def seconds(self, policy: Policy, ranges: Sequence[Range]) -> list[float]:
+        """Return the seconds of work of each stage; infinite where the block does not fit."""
+        placed = [self.placed(policy, rank, layers) for rank, layers in enumerate(ranges)]
+        return [inf if prediction is None else prediction.total_seconds for prediction in placed]
+
+    def placed(self, policy: Policy, rank: int, layers: Range) -> Prediction | None:
+        """Return the prediction of a stage with its weights where they are best; None if the block does not fit."""
+        cost = self.cost(rank, layers)
+        kept = tuple(tuple(t.held_bytes for t in layer) for layer in cost.model.layers)
+        key = policy, self.machines[rank].name, self.machines[rank].capacity, layers[0] == 0, cost.model.leaves, kept
+        if key not in self._placed:
+            tick()
+            self._placed[key] = None
+            with suppress(OutOfMemory):
+                self._placed[key] = place_weights(cost, policy, cost.hardware.capacity)
+        return self._placed[key]
+
+    def cost(self, rank: int, layers: Range) -> Cost:
+        """Return the cost model of a stage."""
+        if (rank, layers) not in self._costs:
+            ends = (layers[0] == 0, layers[1] == len(self.model.layers))
+            facts = stage_facts(self.model, slice(*layers), ends)
+            cost = Cost(facts, self.machines[rank], self.workload, self.options.overlap, self.options.cohorts)
+            self._costs[rank, layers] = cost
+        return self._costs[rank, layers]
+
+    def made(self, policy: Policy, ranges: Sequence[Range]) -> ChainPlan:
+        """Return the plan of a block and layers. Raise OutOfMemory if a stage has no room for the block."""
+        stages = []
+        for rank, layers in enumerate(ranges):
+            cost = self.cost(rank, layers)
+            prediction = self.placed(policy, rank, layers) or place_weights(cost, policy, cost.hardware.capacity)
+            stages.append(ChainStage(layers, cost, prediction))
+        return ChainPlan(tuple(stages))
+
+
+def ranged(counts: Sequence[int]) -> list[Range]:
+    """Return the layers of each stage. counts: numbers of layers."""
+    ends = [sum(counts[:k]) for k in range(len(counts) + 1)]
+    return list(pairwise(ends))
+
+
+def plan_chain(
+    model: ModelFacts, machines: Sequence[Hardware], workload: Workload, options: Options | None = None
+) -> ChainPlan:
+    """Return the plan of a chain with which the job ends first. Arguments and errors as for `ChainSearch`.
+
+    Raises:
+        InvalidInput: there are fewer layers than machines.
+    """
+    if any(machine.workers for machine in machines):
+        raise InvalidInput("stages are planned without attention workers; leave them out")
+    return ChainSearch(model, machines, workload, options).plan()
+
+
+def chain_strategy(plan: ChainPlan, model: ModelFacts, forms: Sequence[str | None]) -> Strategy:
+    """Return the strategy of a plan, with a policy for each stage. forms: format of each layer, None for exact."""
+    stages = [
+        StagePlan(f"stage {rank}", each.layers, tuple(forms[slice(*each.layers)]), each.prediction.policy)
+        for rank, each in enumerate(plan.stages)
+    ]
+    policy, cohorts = plan.policy, min(len(stages), plan.policy.num_gpu_batches)
+    cohort = policy.gpu_batch_size * -(-policy.num_gpu_batches // cohorts)
+    longest = max(prompt for prompt, _ in plan.stages[0].cost.workload.sizes)
+    prompts = max(1, min(cohort, policy.prefill_tokens // longest))
+    return Strategy(shape_name(model), len(model.layers), tuple(stages), prompts, cohort, cohorts)

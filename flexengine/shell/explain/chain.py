@@ -1,0 +1,92 @@
+"""A chain of stages as text: layers, placement and seconds of each stage, and changes that help the slowest one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from flexengine.plan.candidates import Options
+from flexengine.plan.chain import ChainPlan
+from flexengine.plan.formatting import clock, count, digits, percent, place_name, size
+from flexengine.plan.search import waits_for
+from flexengine.policy import Policy, shares
+from flexengine.shell.explain.text import as_json as prediction_json
+from flexengine.shell.explain.text import job_size, machine, policy_words
+from flexengine.shell.explain.whatif import Help, helps
+
+
+class StageLine(NamedTuple):
+    """What is said of a stage."""
+
+    layers: tuple[int, ...]  # first layer, and last layer + 1
+    policy: Policy
+    seconds: float  # of work
+    bottleneck: str  # lane with the most work
+
+
+def stage_lines(plans: Sequence[StageLine], ram: bool) -> list[str]:
+    """Return a line for each stage. ram: whether device and host are one memory."""
+    lines = []
+    for rank, ((begin, end, *_), policy, seconds, _) in enumerate(plans):
+        split = shares(policy.weights).items()
+        weights = ", ".join(f"{percent(share)} {place_name(place, ram)}" for place, share in split if share)
+        lines.append(f"  {rank}: layers {begin} to {end - 1}, weights {weights}, {clock(seconds)} of work")
+    return lines
+
+
+def slowest_line(plans: Sequence[StageLine], ram: bool) -> str:
+    """Return the line that names the slowest stage, and what it waits for. ram: as for `stage_lines`."""
+    rank = max(range(len(plans)), key=lambda rank: plans[rank].seconds)
+    fastest = min(plan.seconds for plan in plans)
+    spread = percent(1 - fastest / plans[rank].seconds) if plans[rank].seconds else percent(0)
+    return (
+        f"the job takes at least {clock(plans[rank].seconds)}, the work of stage {rank}, which waits for"
+        f" {waits_for(plans[rank].bottleneck, ram)}; the fastest stage has {spread} less work"
+    )
+
+
+def chain_helps(plan: ChainPlan, options: Options | None = None) -> list[Help]:
+    """Return the changes of the slowest stage's machine, or of its weights, that make its work shorter."""
+    stage = plan.stages[plan.slowest]
+    cost, limits = stage.cost, replace(options or Options(), cohorts=stage.cost.cohorts)
+    return helps(cost.model, cost.hardware, cost.workload, stage.prediction, limits)
+
+
+def chain_report(plan: ChainPlan, name: str, found: Sequence[Help]) -> str:
+    """Return the whole explanation. found: from `chain_helps`."""
+    first, slow = plan.stages[0].cost, plan.stages[plan.slowest]
+    each = [(stage.layers, stage.prediction) for stage in plan.stages]
+    lines = [StageLine(layers, p.policy, p.total_seconds, p.bottleneck) for layers, p in each]
+    shared = first.hardware.shared
+    parts = [
+        [f"{name} on {len(plan.stages)} x {machine(first.hardware, first.model)}", job_size(first.workload)],
+        policy_words(plan.policy),
+        [f"stages (of {count(first.cohorts, 'cohort', 'cohorts')}; weights that stream are read for each)"],
+        [
+            f"prediction: {digits(plan.tokens_per_second)} tok/s generated; job {clock(plan.seconds)}, of which"
+            f" {clock(plan.seconds - slow.prediction.total_seconds)} without work of stage {plan.slowest}",
+            slowest_line(lines, shared),
+        ],
+        [f"memory of stage {plan.slowest}: {_memory(plan)}"],
+        [
+            f"would help stage {plan.slowest}, the slowest (its work, one change at a time):",
+            *(f"  {each.label}  {each.ratio:.2f}x" for each in found),
+        ]
+        if found
+        else [],
+    ]
+    parts[2] += stage_lines(lines, shared)
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _memory(plan: ChainPlan) -> str:
+    layout = plan.stages[plan.slowest].prediction.layout
+    return ", ".join(f"{place} {size(layout.total(place))}" for place in layout.account)
+
+
+def chain_json(plan: ChainPlan, found: Sequence[Help]) -> dict[str, Any]:
+    """Return the plan's numbers, for --json."""
+    stages = [
+        {"layers": list(stage.layers)} | prediction_json(stage.prediction, stage.cost.hardware) for stage in plan.stages
+    ]
+    numbers = {"tok_s": plan.tokens_per_second, "seconds": plan.seconds, "slowest": plan.slowest, "spread": plan.spread}
+    return numbers | {"stages": stages, "helps": [each._asdict() for each in found]}

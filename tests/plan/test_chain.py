@@ -1,0 +1,122 @@
+"""plan.chain: layers by stage against all other splits, the virtual clock, and FlexGen's Table 3."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+
+from bench.cluster.events import Pipeline
+from bench.pipeline.offload import T4, block_rates
+from flexengine import shipped
+from flexengine.errors import TooLittle
+from flexengine.plan.candidates import Options
+from flexengine.plan.chain import ChainSearch, chain_strategy, plan_chain
+from flexengine.plan.cost import Cost
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import lay_out
+from flexengine.plan.stages import Strategy
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+from tests.helpers.clock import simulated
+from tests.helpers.plans import FLAT, opt
+
+MODEL = opt(12, 1024, 16, 4096)
+WEIGHTS = sum(t.held_bytes for t in MODEL.tensors)
+ROOM = 300 << 20  # for all but weights and KV cache
+WORK = Workload({(64, 16): 32})
+SMALL = replace(FLAT, device_bytes=ROOM + WEIGHTS // 8, host_bytes=ROOM + 2 * WEIGHTS, disk_bytes=1 << 40)
+FAST = replace(SMALL, products={name: 3 * rate[0][1] for name, rate in FLAT.products.items()})
+LARGE = replace(SMALL, device_bytes=ROOM + WEIGHTS)
+SLOW = replace(SMALL, products={name: rate[0][1] / 4 for name, rate in FLAT.products.items()})
+CHAINS = {
+    "alike": [SMALL] * 3,
+    "one is large": [SMALL, LARGE, SMALL],
+    "one is slow": [SLOW, LARGE, SMALL],
+    "two": [SLOW, FAST],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_no_other_layers_are_faster(name: str) -> None:
+    """Under the block of the plan, of all ways to cut twelve layers."""
+    machines = CHAINS[name]
+    found = ChainSearch(MODEL, machines, WORK)
+    plan = found.plan()
+    chosen = max(stage.prediction.total_seconds for stage in plan.stages)
+    for cuts in combinations(range(1, 12), len(machines) - 1):
+        ends = (0, *cuts, 12)
+        assert chosen <= 1.02 * max(found.seconds(plan.policy, list(pairwise(ends))))
+    assert [stage.layers[0] for stage in plan.stages[1:]] == [stage.layers[1] for stage in plan.stages[:-1]]
+    if name == "one is slow":
+        assert plan.stages[0].layers[1] < 4
+    if name == "alike":
+        assert plan.spread < 0.25  # a layer of four is a quarter
+
+
+@pytest.mark.slow
+def test_embedding_and_head_count() -> None:
+    """A table that takes as much memory and time as layers leaves fewer layers to the first and the last stage."""
+    wide = opt(12, 1024, 16, 120_000)  # of the size of ten layers
+    plan = plan_chain(wide, [SMALL] * 3, Workload({(64, 16): 256}))
+    counts = [end - first for first, end in (stage.layers for stage in plan.stages)]
+    assert max(counts[0], counts[2]) < 4 < counts[1]
+
+
+def test_streamed_weights_are_read_for_each_cohort() -> None:
+    """From the disk alone: seconds of a sweep of all cohorts are bytes x cohorts / rate."""
+    streamed = sum(t.stored_bytes for layer in MODEL.layers for t in layer) + 2 * 4096 * 1024
+    for cohorts in (1, 3):
+        cost, policy = Cost(MODEL, SMALL, WORK, cohorts=cohorts), Policy(4, 8, weights=(0, 0, 1))
+        lanes = cost.predict(lay_out(MODEL, policy, WORK, SMALL.capacity)).lanes["decode"]
+        assert lanes["disk_read"] == pytest.approx(cohorts * streamed / 3e9, rel=0.01)
+
+
+def test_a_chain_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(TooLittle):
+        plan_chain(MODEL, [replace(SMALL, device_bytes=1 << 20)] * 2, WORK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_virtual_clock_agrees(name: str) -> None:
+    """Each stage's sweeps of one cohort, task by task with all edges, in a pipeline of all cohorts."""
+    machines, (prompt, new), rows = CHAINS[name], (64, 16), 48
+    found = ChainSearch(MODEL, machines, Workload({(prompt, new): rows}), Options(stores_from=float("inf")))
+    plan = found.plan()
+    cohorts = len(machines)
+    policy = replace(plan.policy, schedule="zigzag", gpu_batch_size=rows // cohorts // 2, num_gpu_batches=2 * cohorts)
+    plan = found.made(policy, [stage.layers for stage in plan.stages])
+    prefill, decode = [], []
+    for stage in plan.stages:
+        each = replace(stage.prediction.policy, num_gpu_batches=2)
+        cost = Cost(stage.cost.model, stage.cost.hardware, Workload({(prompt, new): rows // cohorts}))
+        spans = simulated(cost, lay_out(cost.model, each, cost.workload, cost.hardware.capacity)).spans
+        ends = [max(end for task, _, end in spans if task.cell.sweep == sweep) for sweep in range(new)]
+        prefill.append(ends[0])
+        decode.append((ends[-1] - ends[0]) / (new - 1))
+    seconds = Pipeline(prefill, decode, cohorts=cohorts, steps=new - 1).simulate().seconds
+    loading = max(stage.prediction.load_seconds for stage in plan.stages)
+    assert plan.seconds - loading == pytest.approx(seconds, rel=0.1)
+
+
+def test_a_strategy_has_the_policies() -> None:
+    plan = plan_chain(MODEL, [SMALL, LARGE], WORK)
+    strategy = chain_strategy(plan, MODEL, [None] * 12)
+    assert [stage.layers for stage in strategy.stages] == [stage.layers for stage in plan.stages]
+    assert [stage.policy for stage in strategy.stages] == [stage.prediction.policy for stage in plan.stages]
+    assert strategy.decode_batch * strategy.cohorts >= plan.policy.block_size
+    assert isinstance(strategy, Strategy)
+
+
+@pytest.mark.slow
+def test_table_3() -> None:
+    """FlexGen's Table 3: four T4 machines decode 4.65 times as fast as one with OPT-175B, as no weights are on disk."""
+    model, machine = opt(96, 12288, 96), Hardware.load(shipped.find_file("hardware", T4))
+    one, four = block_rates(model, [machine], 256, 4), block_rates(model, [machine] * 4, 256, 4)
+    assert one is not None
+    assert four is not None
+    assert four.decode >= 3.5 * one.decode
+    assert four.prefill >= 2.5 * one.prefill
+    assert one.plan.policy.weights[2] > 0.3
+    assert max(stage.prediction.policy.weights[2] for stage in four.plan.stages) < 0.1
