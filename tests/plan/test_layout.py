@@ -121,19 +121,20 @@ def cache_account(
     token = 2 * model.kv_heads * model.head_dim * model.itemsize
     lengths = sorted((p + n - 1 for p, n in lengths_of(work)), reverse=True)
     homes = assign_tiers([1] * policy.block_size, policy.cache)
-    buffer = 0
+    buffer = stage = 0  # pages of the host are copied straight to the device
     for tier in set(homes):
         tokens = 16
         if tier != "device":  # an extent: 256 KiB or the longest sequence, in steps of 16 tokens, whole blocks
             tokens = next(t for t in range(16, 1 << 20, 16) if t >= min(lengths[0], (256 << 10) / token)
                           and t * token % 4096 == 0)  # fmt: skip
             most = lengths[: min(policy.gpu_batch_size, homes.count(tier))]
-            buffer = max(buffer, sum(up(n, tokens) for n in most) * token)
+            buffer = max(buffer, pages := sum(up(n, tokens) for n in most) * token)
+            stage = pages if tier == "disk" else stage
         cached = sum(up(n, tokens) for n in lengths[: homes.count(tier)])
         account[tier]["KV cache"] = up(cached * token * len(model.layers), 4096)
     buffers = num_buffers(policy)
     account["device"]["cache buffers"] = buffers * up(buffer, 4096)
-    account["host"]["cache staging"] = buffers * up(buffer, 4096) if staged and "disk" in homes else 0
+    account["host"]["cache staging"] = buffers * up(stage, 4096) if staged else 0
 
 
 def totals(layout: Layout) -> dict[str, int]:

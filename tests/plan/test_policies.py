@@ -111,7 +111,9 @@ def test_published_policies_fit_as_given(name: str) -> None:
     shape = (policy.gpu_batch_size, policy.num_gpu_batches, policy.weights, policy.cache, policy.activations)
     assert (*shape, policy.delegate) == SUITE[name]
     lossy = Lossy(given.get("--weights"), cache=given.get("--cache"))
-    facts = open_model(shipped.find("models", name.split(",")[0].lower()), None, "cuda", lossy, weights=False).facts
+    facts = open_model(
+        shipped.find("models", name.split(",")[0].lower()), None, "cuda", weights=False, lossy=lossy
+    ).facts
     layout = lay_out(facts, policy, Workload({(512, 32): policy.block_size}), T4.capacity)
     assert all(layout.total(tier) <= limit for tier, limit in T4.capacity.limits.items() if limit is not None)
     held = {tier: pools[0].pages * pools[0].page_tokens for tier, pools in layout.pools.items()}

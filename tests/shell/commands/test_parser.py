@@ -130,7 +130,7 @@ class TestConfig:
             if not name or name in ("help", "version", "config", "verbose"):
                 continue
             value = (
-                "true" if action.nargs == 0 else "3" if action.type in (int, float)
+                "true" if action.nargs == 0 else "3" if action.type in (int, float) or name == "stages"
                 else f'"{list(action.choices)[-1]}"' if action.choices
                 else """'{"7": 1}'""" if action.metavar == "JSON" else f'"{secret}"' if name == "secret-file" else '"x"'
             )  # fmt: skip
