@@ -23,7 +23,7 @@ from flexengine.job.results import check_output, files_beside
 from flexengine.job.resume import JobStore, open_job
 from flexengine.job.rows import Row
 from flexengine.job.same_job import LOSSY, MODEL_FILES, Manifest, manifest_of
-from flexengine.lossy import Lossy
+from flexengine.lossy import TOKENS_PARTITION, Lossy
 from flexengine.plan.formatting import count
 from flexengine.plan.min_memory import SHORTEST
 from flexengine.records import Limit, check_argument
@@ -133,7 +133,7 @@ class EngineRunner:
     def manifest(self, store: JobStore, known: Manifest) -> Manifest:
         engine = self.engine
         engine.choose_bits()
-        if not known and not engine.options.allow:
+        if not known and not set(engine.options.allow) - {TOKENS_PARTITION}:
             try:  # before all files of the model are hashed: not even one prompt token and one generated token may fit
                 engine.planner.check(SHORTEST)
             except OutOfMemory:

@@ -169,10 +169,11 @@ class EngineOptions(MachineOptions):
         allow_symlinks: read files of the model's directory that are links to files outside of it.
         hardware: rates to plan with; None takes this machine's measured rates.
         lossy: switches whose results differ from the checkpoint's own numbers.
-        allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
+        allow: names in `lossy.ALLOWED` that the planner may choose from, once, for the first job.
         prefix_sharing: compute a prefix that several prompts have in common once.
         verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
-        strategy: layers, formats and batches of a pipeline's stages; None divides the layers evenly.
+        strategy: layers, formats and batches of a pipeline's stages; None divides them by predicted
+            seconds on one machine, else evenly.
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
             nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
             the end of long work, and about twice a second meanwhile, possibly from another thread, one call at a time.

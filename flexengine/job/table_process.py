@@ -81,7 +81,8 @@ def table_rows(source: InputFile, texts: Container[str] | None) -> Iterator[Any]
             own, ends = LIBRARIES + most, ends + 1
             if code > 0 and reason and "MemoryError" not in reason:  # neither a limit nor damage ends it so
                 ended = f"the process that reads it ended with exit status {code}: {reason}"
-                raise FlexError(f"input {source.name} cannot be read: {ended}") from None
+                fault = f"input {source.name} cannot be read: {ended}"
+                raise FlexError(f"{fault}; mend that, or convert the file to JSON lines") from None
         finally:
             source.taken = max(source.taken, own + COPIES * part)
             process.kill()

@@ -32,6 +32,7 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 MAX_TURNS = 3  # of searching a block and moving layers
+MOST_SWEEPS = 10_000  # that are followed one by one; those of longer jobs are as many times longer
 MIN_GAIN = 0.995  # a turn counts if it makes the job at least so much shorter
 Range = tuple[int, int]  # first layer, and last layer + 1
 
@@ -69,9 +70,15 @@ class ChainPlan:
         the cohort before. Sweeps in which sequences enter are spread evenly over the job.
         """
         each = [stage.prediction for stage in self.stages]
-        cohorts = min(len(each), each[0].policy.num_gpu_batches)
-        entering, others = (round(each[0].counts[kind]) for kind in ("prefill", "decode"))
-        takes = {kind: [sweep_of(p, kind) / cohorts for p in each] for kind in ("prefill", "decode")}
+        tight = max(each, key=lambda p: sum(p.counts.values()))  # admits the fewest sequences, as all others then do
+        cohorts = max(1, min(len(each), tight.policy.num_gpu_batches, round(tight.alive)))
+        entering, others = (round(tight.counts[kind]) for kind in ("prefill", "decode"))
+        times = max(1.0, (entering + others) / MOST_SWEEPS)
+        entering, others = round(entering / times), round(others / times)
+        takes = {
+            kind: [sweep_of(p, kind) * times / cohorts * share_of(p, tight, kind) for p in each]
+            for kind in tight.counts
+        }
         free, ready = [0.0] * len(each), [0.0] * cohorts
         for sweep in range(entering + others):
             enters = sweep * entering % (entering + others) < entering
@@ -90,6 +97,12 @@ class ChainPlan:
         """Return by how much the slowest stage's work exceeds that of the fastest, as a share of the slowest."""
         seconds = [stage.prediction.total_seconds for stage in self.stages]
         return 1 - min(seconds) / max(seconds)
+
+
+def share_of(prediction: Prediction, tight: Prediction, kind: str) -> float:
+    """Return the part of a stage's own sweep that it computes in one of the stage with the most sweeps."""
+    own, most = prediction.counts[kind], tight.counts[kind]
+    return own / most if own and most else 1.0
 
 
 def sweep_of(prediction: Prediction, kind: str) -> float:
@@ -112,6 +125,7 @@ class ChainSearch:
     ) -> None:
         self.model, self.machines, self.workload = model, machines, workload
         self.options = replace(options or Options(), cohorts=len(machines))
+        self._alike = [self.machines.index(machine) for machine in machines]
         self._costs: dict[tuple[int, Range], Cost] = {}
         self._placed: dict[tuple[object, ...], Prediction | None] = {}
 
@@ -173,8 +187,9 @@ class ChainSearch:
     def placed(self, policy: Policy, rank: int, layers: Range) -> Prediction | None:
         """Return the prediction of a stage with its weights where they are best; None if the block does not fit."""
         cost = self.cost(rank, layers)
-        kept = tuple(tuple(t.held_bytes for t in layer) for layer in cost.model.layers)
-        key = policy, self.machines[rank].name, self.machines[rank].capacity, layers[0] == 0, cost.model.leaves, kept
+        model, first = cost.model, layers[0] == 0
+        kept = tuple(tuple(t.held_bytes for t in layer) for layer in model.layers)
+        key = policy, self._alike[rank], first, model.leaves, kept, model.windows, model.blocks
         if key not in self._placed:
             tick()
             self._placed[key] = None
@@ -220,10 +235,18 @@ def plan_chain(
     return ChainSearch(model, machines, workload, options).plan()
 
 
-def chain_strategy(plan: ChainPlan, model: ModelFacts, forms: Sequence[str | None]) -> Strategy:
-    """Return the strategy of a plan, with a policy for each stage. forms: format of each layer, None for exact."""
+def chain_strategy(
+    plan: ChainPlan, model: ModelFacts, forms: Sequence[str | None], names: Sequence[str] = ()
+) -> Strategy:
+    """Return the strategy of a plan, with a policy for each stage. forms: format of each layer, None for exact. names:
+    of the devices."""
     stages = [
-        StagePlan(f"stage {rank}", each.layers, tuple(forms[slice(*each.layers)]), each.prediction.policy)
+        StagePlan(
+            names[rank] if names else f"stage {rank}",
+            each.layers,
+            tuple(forms[slice(*each.layers)]),
+            each.prediction.policy,
+        )
         for rank, each in enumerate(plan.stages)
     ]
     policy, cohorts = plan.policy, min(len(stages), plan.policy.num_gpu_batches)

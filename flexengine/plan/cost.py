@@ -225,7 +225,7 @@ class Cost:
         if self.model.blocks:
             yield from guest("neurons").terms(data, prompts.batch)
         for term in data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes):
-            yield term._replace(seconds=term.seconds * self.cohorts)
+            yield term._replace(seconds=term.seconds * min(self.cohorts, policy.num_gpu_batches))
         yield from data.cache()
         yield from data.hidden()
         if policy.delegate or policy.works:

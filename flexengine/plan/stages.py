@@ -214,7 +214,7 @@ def block_of(strategy: Strategy, workload: Workload) -> Policy:
     """Return the block of a strategy: the policy of its first stage, if it has gpu_batches of all cohorts, as from
     `plan --stages`. Else all data is on the device, and a prefill chunk holds prefill_batch of the longest prompts."""
     policy = strategy.stages[0].policy
-    if policy is not None and policy.num_gpu_batches >= strategy.cohorts > 1:
+    if policy is not None and policy.num_gpu_batches >= strategy.cohorts:
         return policy
     longest = max((prompt for prompt, _ in workload.sizes), default=1)
     return Policy(strategy.decode_batch, strategy.cohorts, prefill_tokens=max(1, strategy.prefill_batch * longest))

@@ -300,7 +300,7 @@ class PipelineGroup(ProcessGroup):
                     raise TimeoutError(f"{self.names[rank]} did not send {key!r} within {JOIN_SECONDS:g} s")
             link.receive()
             return unpack(link.take(MOST_SHARED), list)
-        except Broken as error:
+        except (Broken, TimeoutError) as error:
             raise StageLost(rank, self.size, self.names[rank], str(error)) from error
 
     def expect(self, rank: int, nbytes: int) -> None:

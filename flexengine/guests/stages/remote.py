@@ -352,7 +352,12 @@ class PipelinePlanner(Planner):
         else:  # of the policies that are best for a stage, the one under which the slowest stage is fastest
             job = JobOrder(workload, self.opened.lossy, Policy(), block=limits.block, prefill_tokens=tokens)
             others = self.driver.ask(OrderKind.CHOOSE, Policy, job)
-            own = super().choose(workload, resident, limits, known).policy
+            try:
+                own = super().choose(workload, resident, limits, known).policy
+            except FlexError:
+                with suppress(FlexError):
+                    others()  # else the next question would read these answers
+                raise
             every = {replace(policy, weights=ON_DEVICE, neurons=0.0) for policy in (own, *others().values())}
             by_size = sorted(every, key=lambda policy: (policy.block_size, str(policy)))  # a tie takes the smallest
             shared = min(by_size, key=lambda policy: self._slowest(policy, workload, resident, known))

@@ -28,8 +28,8 @@ AUTO = "auto"  # --stages: one for each GPU
 _PIPELINE = """
 --stages N            compute in N processes on this machine, each with a part of the layers; auto for one process for
                       each GPU; on several machines, start this command by torchrun instead (docs/pipeline.md)
---strategy FILE.json  layers, formats and batches of the stages, from flexengine plan --cluster; starts as many
-                      processes as it has stages
+--strategy FILE.json  layers, formats and batches of the stages, from flexengine plan --cluster or --stages;
+                      starts as many processes as it has stages
 --interface NAME      network interface that joins the machines, such as eth0 (default: loopback, so one machine)
 """
 

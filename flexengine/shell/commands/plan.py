@@ -256,6 +256,8 @@ def _choose(
 
     def seconds(lossy: Lossy) -> float:
         opened.use(lossy)
+        if args.stages is not None:
+            return others.chain_seconds(args, opened, other, workload)
         return search(opened.facts, other, workload).best.total_seconds
 
     opened.use(best := planners.least_lossy(among, seconds))
@@ -276,7 +278,8 @@ def _own_machine(
             check_places(policy, machine.capacity)
         machine.say_no_offload()
         planner = Planner(machine, opened, policy=policy)
-        planner.check(workload)
+        if args.stages is None:  # several machines may hold what one cannot
+            planner.check(workload)
         planner.rates.measure_quickly()
         yield planner
 

@@ -9,6 +9,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from flexengine import shipped
@@ -22,6 +23,7 @@ from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
 from flexengine.plan.cluster.search import METHODS, Found, Limits, search
 from flexengine.plan.hardware import Hardware
+from flexengine.plan.min_memory import fitting, left_out
 from flexengine.plan.stages import FORMATS
 from flexengine.plan.workload import Workload
 from flexengine.shell.commands.messages import say
@@ -93,7 +95,8 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
         found, chain = searched(task, limits)
         helps = explain.cluster_helps(found, limits) if found else []
     if chain is not None:
-        say_chain(args, opened, chain)
+        say("stages use host and disk tiers, with exact layers; harm, theta and groups have no part in this plan")
+        say_chain(args, opened, chain, names=[device.name for device in task.cluster.devices])
         return
     assert found is not None
     if args.json:
@@ -117,14 +120,33 @@ def searched(task: ClusterTask, limits: Limits) -> tuple[Found | None, ChainPlan
         found = search(task, limits)
     except OutOfMemory as error:
         refused = error
-    if len(machines) == len(task.cluster.devices) and None in task.formats and limits.batch is None:
+    devices = task.cluster.devices
+    # Devices of one node would share its RAM and disk, and other kinds of devices hold a model in other dtypes.
+    nodes = {device.node or str(rank) for rank, device in enumerate(devices)}
+    alike = len({device.kind for device in devices}) == 1 and len(nodes) == len(devices)
+    if alike and len(machines) == len(devices) and None in task.formats and limits.batch is None:
         with suppress(OutOfMemory, InvalidInput):
             chain = plan_chain(task.model.exact, machines, task.job.workload)
     if chain is None and refused is not None:
         raise refused
-    if found is not None and chain is not None and chain.seconds >= found.plan.priced.cost:
+    if found is not None and chain is not None and chain.seconds + link_seconds(task, chain) >= found.plan.priced.cost:
         chain = None
     return found, chain
+
+
+def link_seconds(task: ClusterTask, chain: ChainPlan) -> float:
+    """Return the seconds of work of the slowest link of a chain."""
+    first, model = chain.stages[0].prediction, task.model.exact
+    tokens = sum((prompt + new - 1) * times for (prompt, new), times in task.job.workload.sizes.items())
+    messages = sum(first.counts.values()) * chain.policy.num_gpu_batches
+    links = (task.cluster.link(a, b) for a, b in pairwise(task.cluster.devices))
+    seconds = (x.latency * messages + tokens * model.hidden * model.itemsize / x.bandwidth for x in links)
+    return max(seconds, default=0.0)
+
+
+def chain_seconds(args: argparse.Namespace, opened: "OpenModel", hardware: Hardware, workload: Workload) -> float:
+    """Return the predicted seconds of --stages equal machines. Raise OutOfMemory if no plan fits."""
+    return plan_chain(opened.facts, [hardware] * args.stages, workload).seconds
 
 
 def plan_stages(
@@ -132,19 +154,25 @@ def plan_stages(
 ) -> None:
     """Plan a chain of equal machines, print the report, and write the strategy. Raise FlexError if no plan fits."""
     with activity("planning", "searching the stages with the shortest predicted time"):
-        plan = plan_chain(opened.facts, [hardware] * args.stages, workload)
+        machines = [hardware] * args.stages
+        plan, largest, why = fitting(workload, lambda part: plan_chain(opened.facts, machines, part))
+    if text := left_out(workload, largest, why):
+        say(text)
     say_chain(args, opened, plan, lossy)
 
 
-def say_chain(args: argparse.Namespace, opened: "OpenModel", plan: ChainPlan, lossy: Lossy = EXACT) -> None:
-    """Print the report of a chain, and write its strategy."""
+def say_chain(
+    args: argparse.Namespace, opened: "OpenModel", plan: ChainPlan, lossy: Lossy = EXACT, names: Sequence[str] = ()
+) -> None:
+    """Print the report of a chain, and write its strategy. names: of the devices of a cluster."""
     found, hardware = chain_helps(plan), plan.stages[0].cost.hardware
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
     head = {"model": opened.source.name, "lossy": lossy.enabled, "hardware": hardware.name}
+    head |= {"devices": names} if names else {}
     print(json.dumps(head | chain_json(plan, found), allow_nan=False) if args.json else chain_report(plan, name, found))
     if args.save:
         forms = [lossy.weights] * len(opened.facts.layers) if isinstance(lossy.weights, str | None) else lossy.weights
-        write(args.save, chain_strategy(plan, opened.facts, forms).text())
+        write(args.save, chain_strategy(plan, opened.facts, forms, names).text())
 
 
 def _formats(args: argparse.Namespace) -> tuple[Format, ...]:

@@ -1,5 +1,6 @@
 """A chain of stages as text: layers, placement and seconds of each stage, and changes that help the slowest one."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -51,6 +52,12 @@ def chain_helps(plan: ChainPlan, options: Options | None = None) -> list[Help]:
     return helps(cost.model, cost.hardware, cost.workload, stage.prediction, limits)
 
 
+def _machines(plan: ChainPlan) -> str:
+    costs = [stage.cost for stage in plan.stages]
+    alike = Counter(machine(cost.hardware, costs[0].model) for cost in costs)
+    return " + ".join(f"{number} x {name}" for name, number in alike.items())
+
+
 def chain_report(plan: ChainPlan, name: str, found: Sequence[Help]) -> str:
     """Return the whole explanation. found: from `chain_helps`."""
     first, slow = plan.stages[0].cost, plan.stages[plan.slowest]
@@ -58,12 +65,12 @@ def chain_report(plan: ChainPlan, name: str, found: Sequence[Help]) -> str:
     lines = [StageLine(layers, p.policy, p.total_seconds, p.bottleneck) for layers, p in each]
     shared = first.hardware.shared
     parts = [
-        [f"{name} on {len(plan.stages)} x {machine(first.hardware, first.model)}", job_size(first.workload)],
+        [f"{name} on {_machines(plan)}", job_size(first.workload)],
         policy_words(plan.policy),
         [f"stages (of {count(first.cohorts, 'cohort', 'cohorts')}; weights that stream are read for each)"],
         [
             f"prediction: {digits(plan.tokens_per_second)} tok/s generated; job {clock(plan.seconds)}, of which"
-            f" {clock(plan.seconds - slow.prediction.total_seconds)} without work of stage {plan.slowest}",
+            f" {clock(max(0.0, plan.seconds - slow.prediction.total_seconds))} without work of stage {plan.slowest}",
             slowest_line(lines, shared),
         ],
         [f"memory of stage {plan.slowest}: {_memory(plan)}"],

@@ -122,7 +122,7 @@ def test_a_process_that_sends_no_value_is_named(monkeypatch: pytest.MonkeyPatch)
     driver, stage = groups = joined(monkeypatch, 2)
     monkeypatch.setattr(group, "JOIN_SECONDS", 0.1)
     monkeypatch.setattr(group, "SAY_SECONDS", 0.1)
-    with listening() as heard, pytest.raises(TimeoutError, match=r"process \d+ did not send 'key' within 0\.1 s"):
+    with listening() as heard, pytest.raises(StageLost, match=r"process \d+ did not send 'key' within 0\.1 s"):
         driver.exchange("key", "a")
     assert heard.messages == [f"waiting for {driver.names[1]} to send 'key'"]
     stage._close_links()
