@@ -69,7 +69,8 @@ def _why_four(size: str, made: Rates) -> str:
         return (f"with all KV cache on the disks, as in FlexGen's policy for one machine, the published rate reads"
                 f" {read:.2f} GB/s of it on each, what a disk gives; here {policy.cache[1]:.0%} of it are in the RAM"
                 " that no weights take")  # fmt: skip
-    return f"at the published rate each machine attends to {read:.2f} GB/s of KV cache; here blocks have {policy.block_size} sequences"
+    return (f"at the published rate each machine attends to {read:.2f} GB/s of KV cache; here a block has"
+            f" {policy.block_size} sequences")  # fmt: skip
 
 
 def _why_one(size: str, made: Rates) -> str:
@@ -83,11 +84,3 @@ def _why_one(size: str, made: Rates) -> str:
 
 
 TABLES: dict[str, Callable[[], PaperTable]] = {"flexgen-table3": four_machines}
-
-if __name__ == "__main__":
-    import sys, time
-    for size in sys.argv[1:] or jobs.SIZES:
-        for n in (FOUR, 1):
-            t=time.time(); c=time.process_time(); r=rates(size,n)
-            print(size,n,f"prefill {r.prefill:.1f} decode {r.decode:.3f} total {r.total:.3f}", r.plan.policy.block_size, r.plan.policy.cache, r.plan.policy.weights, r.plan.policy.delegate, f"{time.time()-t:.0f}s wall {time.process_time()-c:.0f}s cpu",flush=True)
-        for f in _figures(size): print(f.name, f.ours, f.published, f.ratio, f.why, f.unexplained, flush=True)

@@ -33,7 +33,19 @@ CHAINS = {
     "one is large": [SMALL, LARGE, SMALL],
     "one is slow": [SLOW, LARGE, SMALL],
     "two": [SLOW, FAST],
+    "a slow one in the middle": [SMALL, SLOW, SMALL, SMALL],
 }
+
+
+def test_unlike_stages_are_told_apart() -> None:
+    """Also those of one name and size, with as many layers."""
+    for place in (1, 2):
+        machines = [SMALL] * 4
+        machines[place] = SLOW
+        seconds = ChainSearch(MODEL, machines, WORK).seconds(
+            Policy(4, 4, weights=(0, 1, 0)), [(0, 3), (3, 6), (6, 9), (9, 12)]
+        )
+        assert seconds[place] > 1.5 * seconds[3 - place]
 
 
 @pytest.mark.slow
