@@ -64,10 +64,12 @@ def job(prompt: int, new: int, rows: int = ROWS) -> Workload:
 
 
 def suite_policy(size: str, prompt: int, four_bits: bool = False) -> Policy:
-    """Return a policy of FlexGen's benchmark suite. It delegates nothing, as its hidden states are on the host."""
+    """Return a policy of FlexGen's benchmark suite. The CPU attends to an exact cache that is off the GPU."""
     weights, kv, batch, batches = SUITE[size, prompt, four_bits]
     hidden = (1, 0, 0) if size == "6.7B" else (0, 1, 0)
-    return Policy(batch, batches, (*weights, 1 - sum(weights)), (*kv, 1 - sum(kv)), hidden, schedule="zigzag")
+    by_cpu = size != "6.7B" and not four_bits
+    return Policy(batch, batches, (*weights, 1 - sum(weights)), (*kv, 1 - sum(kv)), hidden, schedule="zigzag",
+                  delegate=by_cpu, half_layers=by_cpu and size == "30B")  # fmt: skip
 
 
 def best(
@@ -102,7 +104,7 @@ def priced(
         OutOfMemory: the policy does not fit.
     """
     model, hardware = facts(size, compressed(size, four_bits)), hardware or machine()
-    policy = policy if overlap else replace(policy, slots=1)
+    policy = policy if overlap else replace(policy, slots=1, half_layers=False)
     return Cost(model, hardware, work, overlap).predict(lay_out(model, policy, work, hardware.capacity))
 
 
@@ -111,7 +113,7 @@ def suite_priced(
     hardware: Hardware | None = None, **changes: Any,
 ) -> Prediction:  # fmt: skip
     """Return the prediction of a policy of the suite, over four of its blocks. If it does not fit, the GPU has more
-    memory: FlexGen streams half a layer at a time, this engine a whole one. changes: other fields of the policy."""
+    memory. changes: other fields of the policy."""
     policy, hardware = replace(suite_policy(size, prompt, four_bits), **changes), hardware or machine()
     work = job(prompt, new, 4 * policy.block_size)
     for more in range(0, MOST_BYTES, MORE_BYTES):

@@ -116,7 +116,15 @@ def test_the_suites_policies_are_the_shipped_ones() -> None:
         name = f"opt-{size.lower()}{'-4bit' if four_bits else ''}"
         published = Policy.load(shipped.find("policies", name))
         suite = jobs.suite_policy(size, 512, four_bits)
-        for field in ("gpu_batch_size", "num_gpu_batches", "weights", "cache", "activations"):
+        for field in (
+            "gpu_batch_size",
+            "num_gpu_batches",
+            "weights",
+            "cache",
+            "activations",
+            "delegate",
+            "half_layers",
+        ):
             assert getattr(suite, field) == getattr(published, field), (name, field)
 
 
