@@ -217,7 +217,7 @@ class PausingHead(nn.Module):
         if self.step.given is not None:
             return self.step.given
         current: Any = greenlet.getcurrent()
-        current.output = current.positions = None
+        current.output = current.positions = current.embedded = None
         scores = current.inputs.scores
         count = hidden.shape[1] - (len(scores) if scores else 0)
         hidden, scored = hidden[:, :count], hidden[:, count:]

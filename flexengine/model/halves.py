@@ -1,7 +1,8 @@
 """What a second trial on the meta device tells about a model: which weights its layers use before attention only, and
 whether layers read values of the embedding beside hidden states."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -64,12 +65,27 @@ def from_embedding(event: Pause) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in (event if isinstance(event, tuple) else ()))
 
 
+@contextmanager
+def buffers_on_meta(model: nn.Module) -> Iterator[None]:
+    """Set buffers off the meta device, such as tables of positions, to the meta device, and restore them: a module that
+    indexes one without a move would mix the devices."""
+    kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None and not b.is_meta]
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer.to("meta")
+    try:
+        yield
+    finally:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
+
+
 def look_closer(skeleton: Skeleton) -> None:
     """Set `early` and `embedding_stays` of a skeleton by a trial. If the trial fails, as it may with gradients only,
     nothing changes: layers cannot be divided, and the output of the embedding is kept."""
     stays = False
     try:
-        with marked(ATTENTION), torch.enable_grad(), requiring_gradients(skeleton.model), Uses(skeleton) as uses:
+        whole = buffers_on_meta(skeleton.model)
+        with whole, marked(ATTENTION), torch.enable_grad(), requiring_gradients(skeleton.model), Uses(skeleton) as uses:
             for event in skeleton.trial():
                 stays |= from_embedding(event)
                 if isinstance(event, Attend):

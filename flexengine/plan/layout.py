@@ -177,8 +177,10 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
         InvalidInput: the policy names a place that the machine does not have, or divides layers that cannot be.
     """
     check_places(policy, capacity)
-    if policy.half_layers and not model.divisible:
+    if policy.half_layers and (capacity.shared or not model.divisible):
         fault = "layers of this model cannot be divided at attention, or load experts or neurons"
+        if capacity.shared:
+            fault = "on device 'cpu' RAM is the device, and weights are read from it"
         raise InvalidInput(f"policy half_layers is true, but {fault}; set half_layers to false")
     layout = Layout(policy, capacity.places)
     homes = place_groups(model.group_sizes, policy.weights)
@@ -303,6 +305,8 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
             if policy.attends(tier) == HOST:  # pages of decoding sequences pass through no device buffer
                 fewer = guest("delegation").prompt_pages
                 passing = [min(n, fewer(policy, workload, pool)) for n, pool in zip(whole, pools, strict=True)]
+                if workload.stems:  # nothing limits pages of decoding sequences: each may have another prefix
+                    whole = [max(n, workload.unshared.pages(batch, p)) for n, p in zip(whole, pools, strict=True)]
             pools = [replace(pool, batch_pages=n) for pool, n in zip(pools, passing, strict=True)]
             layout.cache_buffer = max(layout.cache_buffer, *map(mul, passing, pages))
             if place_of(tier).staged and capacity.staged:

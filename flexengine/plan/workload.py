@@ -40,6 +40,11 @@ class Workload:
         return replace(self, sizes={(p, n): times for (p, n), times in self.sizes.items() if p + n <= tokens})
 
     @cached_property
+    def unshared(self) -> "Workload":
+        """Return the sequences without the prefixes that they share."""
+        return replace(self, spared={}, stems=0)
+
+    @cached_property
     def count(self) -> int:
         """Return the number of sequences."""
         return sum(self.sizes.values())

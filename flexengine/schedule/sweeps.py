@@ -293,7 +293,8 @@ class Sweeps:
             live = [s for s in self._members if s.home == tier]
             where = policy.attends(tier)
             delegated = [s for s in live if s.generated] if where != "device" else []
-            # Buffers limit the pages of a gpu_batch. Pages of delegated sequences pass through no buffer.
+            # Buffers limit the pages of a gpu_batch. Pages of delegated sequences pass through no buffer; staging has
+            # room for those of any gpu_batch.
             formed += [(batch, tier, where) for batch in self._formed(delegated, ())]
             rest = [s for s in live if not s.generated] if delegated else live
             formed += [(batch, tier, "device") for batch in self._formed([*trunks, *rest], pools)]

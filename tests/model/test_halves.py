@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import transformers
 
+from flexengine.plan.facts import ModelFacts
 from flexengine.worker.open_model import open_model
 from tests.helpers.tiny_models import tiny_config
 
@@ -18,12 +19,28 @@ EARLY = {
 }  # fmt: skip
 
 
+def early_modules(facts: ModelFacts) -> set[str]:
+    return {t.name.split(".0.", 1)[-1].rpartition(".")[0] for t in facts.layers[0] if t.early}
+
+
 @pytest.mark.parametrize("family", EARLY)
 def test_first_halves_are_what_precedes_attention(families: Any, family: str) -> None:
     facts = open_model(str(families(family).directory), None, "sim", weights=False).facts
-    named = [{t.name.split(".0.", 1)[-1].rpartition(".")[0] for t in facts.layers[0] if t.early}]
-    assert named == [EARLY[family]]
+    assert early_modules(facts) == EARLY[family]
     assert facts.divisible == bool(EARLY[family])
+    assert not facts.embedding_stays
+
+
+@pytest.mark.parametrize("kind", [transformers.GPTJConfig, transformers.CodeGenConfig])
+def test_tables_of_positions_are_no_obstacle(tmp_path: Path, kind: Any) -> None:
+    """These models index a buffer that is not on the meta device, as it is no weight."""
+    joined = kind is transformers.CodeGenConfig
+    name = "CodeGenForCausalLM" if joined else "GPTJForCausalLM"
+    tiny_config(kind, architectures=[name]).save_pretrained(tmp_path)
+    facts = open_model(str(tmp_path), None, "sim", weights=False).facts
+    projections = {"attn.qkv_proj"} if joined else {f"attn.{x}_proj" for x in "qkv"}
+    assert early_modules(facts) == {"ln_1", *projections}
+    assert facts.divisible
     assert not facts.embedding_stays
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from bench.kernels.delegation_rule import Rule, read_share, rule_of
 from flexengine import Engine, Policy, SamplingParams, shipped
@@ -151,6 +153,31 @@ def test_pages_on_a_disk_are_read_and_written_but_cross_no_link(
     assert there["bytes"]["d2h"] == down + there["layers"] * len(LENGTHS) * page  # and the pages of prompts
 
 
+def test_staging_has_room_for_sequences_that_share_nothing_with_each_other(tmp_path: Path) -> None:
+    """Eight stems of 512 tokens, each of two sequences: a gpu_batch of eight decoding sequences may have them all."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=64, eos_token_id=None, bos_token_id=None, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    rng = random.Random(1)
+    stems = [rng.choices(range(3, 299), k=512) for _ in range(8)]
+    rows = [{"prompt_token_ids": stem + rng.choices(range(3, 299), k=more)} for stem in stems for more in (1, 41)]
+    sizes = [(512 + more, NEW) for more in (1, 41)]
+    work = Workload(dict.fromkeys(sizes, 8), dict.fromkeys(sizes, 256.0), len(stems), longest_stem=512)
+    found = []
+    for delegate in (False, True):
+        policy = Policy(8, 2, cache=K, schedule="zigzag", delegate=delegate)
+        with Engine(tmp_path / "model", policy=policy, device="sim") as engine:
+            found.append([r.token_ids for r in engine.generate(rows, GREEDY)])
+            layout = engine.plan(work)
+            assert engine.summary.peak_bytes == {t: layout.total(t) for t in ("device", "host", "disk")}
+    assert found[0] == found[1]
+    assert len({tuple(ids) for ids in found[0]}) > 8  # the prompts matter
+    assert layout.cache_stage == 8 * 9 * layout.page_bytes["disk"][0]  # pages of 64 tokens
+
+
 def test_hidden_states_of_delegated_sequences_cross_the_link(families: Any, tmp_path: Path) -> None:
     here, away = (measured(families("llama"), Policy(4, 2, cache=H, activations=a, delegate=True), tmp_path)
                   for a in ((1, 0, 0), H))  # fmt: skip
@@ -238,6 +265,13 @@ def test_refused_where_ram_is_the_device(families: Any) -> None:
         with pytest.raises(InvalidInput, match="delegate is True, but on device 'cpu' RAM is the device"):
             engine.generate(known.rows, GREEDY)
         assert all(engine.core.machine.tier(t).ledger.peak == 0 for t in ("device", "host", "disk"))
+
+
+def test_halves_are_refused_where_ram_is_the_device(families: Any) -> None:
+    policy, known = Policy(4, 2, half_layers=True), families("llama")
+    refusal = pytest.raises(InvalidInput, match="half_layers is True, but on device 'cpu' RAM is the device")
+    with Engine(known.directory, policy=policy, device="cpu") as engine, refusal:
+        engine.generate(known.rows, GREEDY)
 
 
 def test_refused_where_the_share_is_less_than_a_sequence(families: Any) -> None:
