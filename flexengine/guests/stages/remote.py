@@ -38,7 +38,7 @@ from flexengine.engine.stages import Stage, StageDriver, StageResult, Sweep
 from flexengine.errors import BadCheckpoint, FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost, WorkerLost
 from flexengine.guests.attention_workers.workers import WorkerTier
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, FrameChannel, OrderKind, PipelineGroup
-from flexengine.guests.wire.link import pack, unpack
+from flexengine.guests.wire.link import answers_read, pack, unpack
 from flexengine.lossy import PREDICTORS, Lossy
 from flexengine.model import identity
 from flexengine.plan.candidates import Options
@@ -352,12 +352,8 @@ class PipelinePlanner(Planner):
         else:  # of the policies that are best for a stage, the one under which the slowest stage is fastest
             job = JobOrder(workload, self.opened.lossy, Policy(), block=limits.block, prefill_tokens=tokens)
             others = self.driver.ask(OrderKind.CHOOSE, Policy, job)
-            try:
+            with answers_read(others):
                 own = super().choose(workload, resident, limits, known).policy
-            except FlexError:
-                with suppress(FlexError):
-                    others()  # else the next question would read these answers
-                raise
             every = {replace(policy, weights=ON_DEVICE, neurons=0.0) for policy in (own, *others().values())}
             by_size = sorted(every, key=lambda policy: (policy.block_size, str(policy)))  # a tie takes the smallest
             shared = min(by_size, key=lambda policy: self._slowest(policy, workload, resident, known))
@@ -399,7 +395,6 @@ def check_alike(core: Core, options: EngineOptions, group: PipelineGroup) -> Non
     for rank, other in enumerate(every):
         for name, value in every[0].items():
             if other.get(name) != value:
-                raise InvalidInput(
-                    f"stage {rank} ({group.names[rank]}) has {name} {other.get(name)!r}, but stage 0"
-                    f" ({group.names[0]}) has {value!r}; all stages must have the same"
-                )
+                there = f"stage {rank} ({group.names[rank]}) has {name} {other.get(name)!r}"
+                here = f"stage 0 ({group.names[0]}) has {value!r}"
+                raise InvalidInput(f"{there}, but {here}; all stages must have the same")

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from flexengine.errors import FlexError
 from flexengine.places import Lane, Place
 
 HEADER = struct.Struct("<8q")
@@ -239,3 +240,14 @@ def unpack(body: Tensor, kind: type[T]) -> T:
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
+
+
+@contextlib.contextmanager
+def answers_read(answers: Callable[[], object]) -> Iterator[None]:
+    """Read the answers to a question also if the block raises; else the next question would read them."""
+    try:
+        yield
+    except FlexError:
+        with contextlib.suppress(FlexError):
+            answers()
+        raise
