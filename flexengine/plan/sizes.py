@@ -14,6 +14,7 @@ from flexengine.places import place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
+from flexengine.schedule.frame import num_buffers
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes
 from flexengine.schedule.sweeps import entrants
@@ -136,7 +137,8 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     logits = model.logits * min(policy.block_size, workload.count or 1)
     row = model.hidden * model.itemsize
     passes = open_passes(policy, workload) * PASS if not model.gpu else 0
-    embedded = tokens if model.embedding_stays else min(tokens, resident + batch_tokens(policy, workload))
+    batches = num_buffers(policy.slots) if model.experts else 1
+    embedded = tokens if model.embedding_stays else min(tokens, resident + batches * batch_tokens(policy, workload))
     return aligned(embedded * row + tokens * (2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)
 
 
