@@ -87,9 +87,9 @@ class Policy:
         schedule: when sequences enter the block: row (one gpu_batch at a time), zigzag (all together), diagonal (one
             cohort per sweep) or continuous.
         prefill_tokens: most tokens of one gpu_batch in a sweep; limits the memory of activations.
-        delegate: whether the CPU computes decode attention of sequences with KV cache on the host or a disk. Queries,
-            keys and values of new tokens then cross the link instead of pages, and pages on a disk are read to host RAM
-            (FlexGen section 4.2, "CPU computation").
+        delegate: whether the CPU computes decode attention of sequences with KV cache on the host, or on disks if the
+            host has none; with both, the device attends to the pages of disks meanwhile. Queries, keys and values of
+            new tokens then cross the link instead of pages (FlexGen section 4.2, "CPU computation").
         partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences; heads:
             some heads of all sequences; tokens: some tokens of all sequences, whose partial results are merged.
         neurons: share of the neurons of sparse feed-forward blocks whose weights stay on the device, if the others are
@@ -176,7 +176,8 @@ class Policy:
         attender, or "device"."""
         if place_of(cache_home).worker:
             return cache_home
-        return HOST if self.delegate and (cache_home == HOST or place_of(cache_home).disk) else DEVICE
+        delegated = cache_home == HOST or (place_of(cache_home).disk and not self.cache[1])
+        return HOST if self.delegate and delegated else DEVICE
 
     def attended(self, homes: Iterable[str]) -> dict[str, str]:
         """Return, by tier of the KV cache, the place that computes decode attention, without tiers of the device's own
