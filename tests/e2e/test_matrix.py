@@ -41,7 +41,7 @@ class Case(NamedTuple):
         family: of the model.
         guest: what computes or loads in another way: "delegated" (attention on the CPU, of the cache off the device),
             "workers" (two attention workers), "stages" (two stages of a pipeline), "rows" (neurons or experts on
-            demand).
+            demand), "halves" (halves of layers in a slot each).
         batches: gpu_batch_size and num_gpu_batches.
         prefill: as prefill_tokens in Policy.
         form: "exact", or "int8" weights and their kernels.
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 VALUES = Case(
     weights=tuple(SPLITS), cache=tuple(SPLITS), activations=tuple(SPLITS), slots=(1, 2, 3),
     schedule=("row", "zigzag", "diagonal", "continuous"), overlap=(True, False), device=("sim", "cpu"),
-    family=("llama", "opt", "gemma3", "gpt-oss"), guest=("none", "delegated", "workers", "stages", "rows"),
+    family=("llama", "opt", "gemma3", "gpt-oss"), guest=("none", "delegated", "workers", "stages", "rows", "halves"),
     batches=((8, 1), (3, 2), (2, 4)), prefill=(2048, 16), form=("exact", "int8"), sharing=(True, False),
 )  # type: ignore[arg-type]  # fmt: skip
 CASES = [Case(*values) for values in (
@@ -99,6 +99,10 @@ CASES = [Case(*values) for values in (
     ("device", "disk", "mixed", 2, "row", True, "cpu", "gpt-oss", "rows", (3, 2), 16, "exact", False),
     ("mixed", "mixed", "host", 1, "diagonal", True, "sim", "gpt-oss", "rows", (8, 1), 2048, "exact", True),
     ("disk", "device", "device", 3, "diagonal", True, "sim", "gpt-oss", "rows", (8, 1), 16, "exact", False),
+    ("host", "mixed", "host", 2, "diagonal", True, "sim", "llama", "halves", (8, 1), 2048, "exact", True),
+    ("disk", "disk", "mixed", 2, "zigzag", False, "sim", "opt", "halves", (3, 2), 16, "int8", False),
+    ("mixed", "host", "disk", 2, "row", True, "sim", "gemma3", "halves", (2, 4), 16, "exact", True),
+    ("device", "device", "device", 2, "continuous", False, "sim", "llama", "halves", (3, 2), 2048, "int8", False),
 )]  # fmt: skip
 # Pairs that no job can have: two features, their values, and the reason.
 IMPOSSIBLE: list[tuple[dict[str, tuple[Any, ...]], str]] = [
@@ -106,6 +110,9 @@ IMPOSSIBLE: list[tuple[dict[str, tuple[Any, ...]], str]] = [
      "hidden states stay on the device while workers attend; Policy refuses"),
     ({"guest": ("delegated",), "cache": ("device",)}, "nothing is off the device to attend to; Policy refuses"),
     ({"guest": ("delegated",), "device": ("cpu",)}, "RAM is the device, which attends itself; Engine refuses"),
+    ({"guest": ("halves",), "slots": (1, 3)}, "the halves have a slot each; Policy refuses"),
+    ({"guest": ("halves",), "device": ("cpu",)}, "weights are read from RAM, which is the device; Engine refuses"),
+    ({"guest": ("halves",), "family": ("gpt-oss",)}, "its experts are loaded on demand; Engine refuses"),
     ({"guest": ("rows",), "family": ("llama", "gemma3")}, "no neuron of SiLU or GELU is ever 0; Engine refuses"),
     ({"guest": ("rows",), "form": ("int8",)},
      "records of neurons and experts are rounded in groups of their own, which transformers' model does not have:"
@@ -133,6 +140,7 @@ def policy_of(case: Case) -> Policy:
     return Policy(
         *case.batches, SPLITS[case.weights], cache, SPLITS[case.activations], case.slots, case.schedule, case.prefill,
         delegate=case.guest == "delegated", neurons=0.4 if case.guest == "rows" else 0.0,
+        half_layers=case.guest == "halves",
     )  # fmt: skip
 
 
@@ -142,7 +150,8 @@ def lossy_of(case: Case) -> Lossy:
 
 @pytest.mark.parametrize("refused", [
     {"guest": "workers", "activations": "host"}, {"guest": "delegated", "cache": "device"},
-    {"guest": "delegated", "cache": "host", "device": "cpu"},
+    {"guest": "delegated", "cache": "host", "device": "cpu"}, {"guest": "halves"},
+    {"guest": "halves", "device": "sim", "family": "gpt-oss"}, {"guest": "halves", "device": "sim", "slots": 3},
     {"guest": "rows", "family": "llama"}, {"guest": "rows", "family": "gemma3"},
 ], ids=str)  # fmt: skip
 def test_impossible_pairs_are_refused(families: Any, refused: dict[str, Any]) -> None:
@@ -198,6 +207,6 @@ def test_tokens(answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY)
         assert [r.error for r in results] == [None] * len(prompts)
         assert [r.token_ids for r in results] == expected
-        if case.guest in ("none", "delegated", "rows"):  # everything booked as planned
+        if case.guest in ("none", "delegated", "rows", "halves"):  # everything booked as planned
             for tier in engine.summary.peak_bytes:
                 assert engine.summary.peak_bytes[tier] <= engine.core.machine.tier(tier).ledger.peak

@@ -138,19 +138,22 @@ def test_bytes_of_a_delegated_token(families: Any, tmp_path: Path, family: str) 
 
 
 @pytest.mark.parametrize("cache", [(0, 0.5, 0.5), K])
-def test_pages_on_a_disk_are_read_and_written_but_cross_no_link(
+def test_pages_on_a_disk_cross_no_link_if_the_cpu_attends(
     families: Any, tmp_path: Path, cache: tuple[float, ...]
 ) -> None:
-    """Of each decoding sequence: down queries, key and value, up the output. The disk moves the same pages."""
+    """Of each sequence that the CPU attends to: down queries, key and value, up the output. The disk moves the same
+    pages. With KV cache in RAM, the CPU attends to that only, and pages of the disk cross."""
     moved, there = (measured(families("llama"), Policy(4, 2, cache=cache, schedule="zigzag", delegate=d), tmp_path)
                     for d in (False, True))  # fmt: skip
     for link in ("disk_read", "disk_write"):
         assert moved["bytes"][link] == there["bytes"][link] > 0
     tokens, page = there["layers"] * len(LENGTHS) * (NEW - 1), there["page"]
     assert there["bytes"]["disk_read"] == cache[2] * tokens * page
-    assert there["bytes"]["h2d"] == tokens * there["heads"] * there["dim"] * 4
-    down = tokens * (there["heads"] + 2 * there["kv"]) * there["dim"] * 4
-    assert there["bytes"]["d2h"] == down + there["layers"] * len(LENGTHS) * page  # and the pages of prompts
+    by_cpu, crossing = cache[1] or 1, cache[1] > 0
+    up = by_cpu * tokens * there["heads"] * there["dim"] * 4
+    assert there["bytes"]["h2d"] == up + crossing * there["bytes"]["disk_read"]
+    down = tokens * (there["heads"] + 2 * there["kv"]) * there["dim"] * 4 + there["layers"] * len(LENGTHS) * page
+    assert there["bytes"]["d2h"] == by_cpu * down + crossing * there["bytes"]["disk_write"]  # with pages of prompts
 
 
 def test_staging_has_room_for_sequences_that_share_nothing_with_each_other(tmp_path: Path) -> None:
