@@ -103,7 +103,8 @@ def policy_words(policy: Policy) -> list[str]:
         f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
     if policy.delegate:
-        lines.append("            attention is delegated: the CPU computes it for sequences with cache off the device")
+        where = "on the host" if policy.cache[1] else "on a disk"
+        lines.append(f"            attention is delegated: the CPU computes it for sequences whose cache is {where}")
     if policy.queries_first:
         lines.append("            queries go first: workers attend to cached tokens while keys and values are computed")
     return lines
