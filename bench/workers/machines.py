@@ -21,6 +21,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from bench.harness import REPO
+
 NETWORK = "10.78.0"
 ADDRESSES = (f"{NETWORK}.1", f"{NETWORK}.2")
 INTERFACE = "link0"  # name of the interface, in both
@@ -120,9 +122,10 @@ class TwoMachines:
     def start(
         self, number: int, words: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[Any]":
-        """Start a process on a machine, 0 or 1. options: of Popen."""
+        """Start a process on a machine, 0 or 1, which finds this checkout in any directory. options: of Popen."""
+        path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(["ip", "netns", "exec", self.names[number], *words],
-                                   env={**os.environ, **(environment or {})}, **options)  # fmt: skip
+                                   env={**os.environ, "PYTHONPATH": path, **(environment or {})}, **options)  # fmt: skip
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         return process

@@ -139,7 +139,9 @@ def test_an_error_of_the_process_is_no_damage(tmp_path, monkeypatch):
     )
     instead_of_reading(monkeypatch, program)
     rows = InputRows(path)
-    with pytest.raises(FlexError, match=r"t\.parquet cannot be read: .* ended with exit status 1: RuntimeError: odd; mend"):
+    with pytest.raises(
+        FlexError, match=r"t\.parquet cannot be read: .* ended with exit status 1: RuntimeError: odd; mend"
+    ):
         list(rows)
 
 

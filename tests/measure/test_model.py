@@ -222,7 +222,7 @@ def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("device_mem", "tables"), [
-    (None, {"call", "decode", "prompt", "host"}), (400_000, {"call", "prompt"}), (2048, set()),
+    (None, {"call", "decode", "prompt", "host"}), (400_000, {"call", "prompt", "host"}), (2048, set()),
 ])  # fmt: skip
 def test_attention_in_little_memory(families: Any, tmp_path: Path, device_mem: int | None, tables: set[str]) -> None:
     """Sizes without room are left out, and not measured again; the ledgers are unchanged."""
