@@ -124,8 +124,8 @@ class TwoMachines:
     ) -> "subprocess.Popen[Any]":
         """Start a process on a machine, 0 or 1, which finds this checkout in any directory. options: of Popen."""
         path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
-        process = subprocess.Popen(["ip", "netns", "exec", self.names[number], *words],
-                                   env={**os.environ, "PYTHONPATH": path, **(environment or {})}, **options)  # fmt: skip
+        made = {**os.environ, "PYTHONPATH": path, **(environment or {})}
+        process = subprocess.Popen(["ip", "netns", "exec", self.names[number], *words], env=made, **options)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         return process

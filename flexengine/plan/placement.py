@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from flexengine.places import DEVICE, WORKERS, place_of, workers_of
+from flexengine.places import place_of, workers_of
 from flexengine.plan.candidates import Candidates, Options
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -14,7 +14,7 @@ from flexengine.plan.lp import SolverFailed, solve
 from flexengine.plan.problem import MemoryLimit, Problem, memories, phases
 from flexengine.plan.terms import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
 from flexengine.plan.workload import Workload
-from flexengine.policy import REQUESTS, Policy, Split, shares, thousandths
+from flexengine.policy import REQUESTS, Policy, Split, thousandths
 from flexengine.schedule.place import cache_homes, reaches_workers
 
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # fraction of a memory to leave free in each retry
@@ -189,7 +189,7 @@ class Placement:
             weights=split,
             cache=split if choice.cache else choice.attended or ON_DEVICE,
             activations=split if choice.hidden else ON_DEVICE,
-            delegate=choice.delegate and (tier != "device" or choice.attended is not None),
+            delegate=choice.delegate and (tier == "host" or choice.attended is not None),
         )
         if policy not in self._corners:
             unlimited = self.tried.capacity.limited(dict.fromkeys(self.tried.capacity.places))
@@ -208,7 +208,7 @@ def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Poli
         return thousandths([x for name, x in fractions.items() if kind_of(name) == kind])
 
     cache = choice.attended or split(CACHE)
-    delegate = choice.delegate and any(x for place, x in shares(cache).items() if place not in (DEVICE, WORKERS))
+    delegate = choice.delegate and cache[1] > 0
     return replace(shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN), delegate=delegate)
 
 
