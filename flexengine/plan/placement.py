@@ -29,7 +29,7 @@ class Choice:
 
     cache: bool  # whether KV cache may
     hidden: bool  # whether hidden states may
-    delegate: bool = False  # whether attention is delegated for KV cache on the host or a disk
+    delegate: bool = False  # whether attention is delegated for KV cache on the host
     # split of the KV cache that has a share on attention workers, and that the program does not change; None if
     # workers have no share
     attended: Split | None = None

@@ -50,7 +50,7 @@ def test_a_worker_serves_engines_after_an_attack() -> None:
 
 
 def test_an_attack_notices_a_server_that_tells_too_much() -> None:
-    """One that sends memory to whoever connects."""
+    """A server that sends memory to every program that connects."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def leak() -> None:

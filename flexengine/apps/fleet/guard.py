@@ -1,5 +1,5 @@
-"""Who can reach a Ray cluster. Its members execute whatever a program sends that connects to its ports. No Ray here:
-`prepare` must run before Ray is imported.
+"""Limits who can reach a Ray cluster: its processes run whatever a connected program sends. This module does not import
+Ray, as `prepare` must run before Ray is imported.
 
 Ray 2.60 proves a token at every connection (RAY_AUTH_MODE=token), and draws one for a cluster that `ray.init` starts;
 `ray start` has none unless the user makes it.
