@@ -151,12 +151,18 @@ def learned(rates: dict[bool, float], turns: int, computing: float = 0.0) -> lis
 
 @pytest.mark.parametrize("best", [True, False])
 def test_the_faster_way_is_learned_and_reviewed(best: bool) -> None:
-    used = learned({best: 2e9, not best: 1e9}, 80)
+    used = learned({best: 2e9, not best: 1.5e9}, 80)
     assert used[:6].count(best) == 3
     first, second = (i for i, way in enumerate(used[6:]) if way is not best)
     assert first in (16, 17)
     assert second - first - 1 in (32, 33)  # twice as many turns later, as nothing changed
     assert used[-10:] == [best] * 10
+
+
+def test_one_turn_of_slow_cached_reads_is_enough() -> None:
+    used = learned({True: 2e9, False: 1e9}, 15)
+    assert used == [True, False] + [True] * 13
+    assert learned({True: 1e9, False: 2e9}, 15)[:6] == [True, False] * 3
 
 
 def test_reads_that_nobody_waits_for_are_direct() -> None:
