@@ -55,6 +55,7 @@ Prompt = _struct("Prompt", "prompt.h")
 Reads = _struct("Reads", "reads.cpp")
 Records = _struct("Records", "neurons.h")
 Rotate = _struct("Rotate", "elementwise.h")
+Sampling = _struct("Sampling", "sampling.cpp")
 Step = _struct("Step", "steps.h")
 
 

@@ -1,13 +1,13 @@
 """Sampling of the next token of each row, and scores of given tokens.
 
-Noise is a pure function of (seed, row, sample, token index), and each row is computed alone, so a row's tokens are
-independent of its batch.
+Noise is a pure function of (seed, row, sample, token index), and no result of a row depends on other rows, so a row's
+tokens are independent of its batch.
 """
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -60,22 +60,23 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     * The draw takes the first token, by id, at which the running sum of the remaining weights exceeds `uniform` times
       their total.
 
-    The largest logit is found in fp32. All other steps run in fp64, row by row, with a few vectors of the vocabulary's
-    size as scratch memory.
+    The largest logit is found in fp32. All other steps run in fp64, for all rows together, and without sorting the
+    vocabulary (`kernels.sampling`).
 
     Args:
         logits: fp32 [rows, vocabulary], on any device; -inf forbids a token.
         draws: one per row.
     """
+    if not all(map(_plain, draws)):
+        drawn = resolve_name("flexengine.model.drawing:drawn")  # not in greedy jobs
+        points = [uniform(d.sampling.seed, d.row, d.sample, len(d.generated)) for d in draws]
+        found: list[Sampled] = drawn(logits, draws, points)
+        return found
     # Of equal logits both take the first, and NaN before others; numpy takes a sixth of torch's time.
     on_cpu = logits.device.type == "cpu"
     largest = torch.from_numpy(logits.detach().numpy().argmax(axis=-1)) if on_cpu else logits.argmax(dim=-1)
     finite = logits.gather(-1, largest[:, None])[:, 0].isfinite()
-    tokens: list[int] = torch.where(finite, largest, NONFINITE).tolist()
-    return [
-        Sampled(token, None, ()) if token == NONFINITE or _plain(draw) else _row(logits[i].double(), draw)
-        for i, (token, draw) in enumerate(zip(tokens, draws, strict=True))
-    ]
+    return [Sampled(token, None, ()) for token in torch.where(finite, largest, NONFINITE).tolist()]
 
 
 def logprob_entry(sampled: Sampled, tokenizer: Any) -> dict[str, Any]:
@@ -103,109 +104,6 @@ def _plain(draw: Draw) -> bool:
         return False
     penalises = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
     return s.temperature == 0 and s.logprobs is None and not penalises
-
-
-def _row(row: Tensor, draw: Draw) -> Sampled:
-    """Return the next token of one row, fp64 [vocabulary], whose largest value is finite."""
-    k = draw.sampling.logprobs
-    allowed = _allowed(row, draw)
-    if allowed is not row and allowed.max() == -torch.inf:
-        return Sampled(NONFINITE, None, ())
-    token = _choose(_penalised(allowed, draw), draw)
-    if k is None:
-        return Sampled(token, None, ())
-    logprobs = row.log_softmax(0)
-    return Sampled(token, float(logprobs[token]), _most_likely(logprobs, k))
-
-
-def _allowed(row: Tensor, draw: Draw) -> Tensor:
-    """Return the row with logit biases, and -inf for tokens that bad words or a continuation's least length forbid."""
-    s, size = draw.sampling, len(row)
-    if bias := {token: number for token, number in (s.logit_bias or {}).items() if token < size}:
-        ids = torch.tensor([*bias], device=row.device)
-        added = torch.tensor([*bias.values()], dtype=torch.float32, device=row.device)
-        row = row.index_copy(0, ids, (row[ids].float() + added).to(row))
-    forbidden = {*s.stop_token_ids} if len(draw.generated) < s.min_tokens else set[int]()
-    longest = max(map(len, s.bad_words), default=0)
-    before = (*draw.prompt[-longest:], *draw.generated[-longest:]) if longest > 1 else ()
-    for word in s.bad_words:
-        begin = tuple(word[:-1])
-        if len(begin) <= len(before) and before[len(before) - len(begin) :] == begin:
-            forbidden.add(int(word[-1]))
-    ids = torch.tensor([token for token in forbidden if token < size], dtype=torch.int64, device=row.device)
-    return row.index_fill(0, ids, -torch.inf) if len(ids) else row
-
-
-def _penalised(row: Tensor, draw: Draw) -> Tensor:
-    s = draw.sampling
-    if s.repetition_penalty != 1:
-        seen, _ = _counts([*draw.prompt, *draw.generated], row)
-        old = row[seen]
-        new = torch.where(old < 0, old * s.repetition_penalty, old / s.repetition_penalty)
-        new = new.clamp(-sys.float_info.max, sys.float_info.max)  # an extreme penalty must not make infinities
-        row = row.index_copy(0, seen, torch.where(old.isinf(), old, new))
-    if s.presence_penalty or s.frequency_penalty:
-        seen, counts = _counts(draw.generated, row)
-        row = row.index_add(0, seen, s.presence_penalty + s.frequency_penalty * counts, alpha=-1)
-    return row
-
-
-def _counts(tokens: Sequence[int], row: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct tokens below the row's length, as the embedding may have more rows than the head, and their
-    counts, in the row's dtype and on its device."""
-    ids, counts = torch.unique(torch.tensor([*tokens], dtype=torch.int64), return_counts=True)
-    inside = ids < len(row)
-    return ids[inside].to(row.device), counts[inside].to(row)
-
-
-def _choose(row: Tensor, draw: Draw) -> int:
-    s = draw.sampling
-    if s.temperature == 0:
-        return int(row.argmax())
-    # Relative to the largest logit, so that a temperature near 0 gives exp(-inf) = 0 and not inf - inf.
-    ids, weights = _candidates((row - row.max()) / s.temperature, s)
-    running = weights.cumsum(0)
-    total = running[-1]
-    point = total * uniform(s.seed, draw.row, draw.sample, len(draw.generated))
-    point = point.minimum(total.nextafter(torch.zeros_like(total)))  # the product may round up to the total
-    return int(ids[torch.searchsorted(running, point, right=True)])
-
-
-def _candidates(scaled: Tensor, s: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return the ids that may be drawn, ascending, and their probabilities relative to the most likely token."""
-    weights = scaled.exp()
-    if 0 < s.top_k < len(scaled):
-        weights = weights.masked_fill(scaled < scaled.topk(s.top_k).values[-1], 0)
-    # Tokens of weight 0 are removed: a parallel running sum may change at them by rounding.
-    ids = weights.nonzero()[:, 0]
-    weights = weights[ids]
-    if s.top_p < 1:
-        inside = _nucleus(weights, s.top_p)
-        ids, weights = ids[inside], weights[inside]
-    if s.min_p > 0:
-        probable = weights >= s.min_p
-        ids, weights = ids[probable], weights[probable]
-    return ids, weights
-
-
-def _nucleus(weights: Tensor, p: float) -> Tensor:
-    """Return the positions, ascending, of the tokens that top-p keeps."""
-    total = weights.sum()
-    # Tokens below this weight sum to at most (1 - p) / 2, so top-p removes them in any case; fewer tokens sort faster.
-    likely = (weights > (1 - p) / 2 * total / len(weights)).nonzero()[:, 0]
-    falling, order = weights[likely].sort(descending=True, stable=True)
-    ahead = torch.nn.functional.pad(falling.cumsum(0)[:-1], (1, 0))
-    return likely[order[ahead < p * total]].sort().values
-
-
-def _most_likely(logprobs: Tensor, k: int) -> tuple[tuple[int, float], ...]:
-    """Return the k most likely tokens. torch.topk alone does not define which of several equal ones it takes."""
-    if k == 0:
-        return ()
-    least = logprobs.topk(min(k, len(logprobs))).values[-1]
-    ids = ((logprobs >= least) & logprobs.isfinite()).nonzero()[:, 0]
-    values, order = logprobs[ids].sort(descending=True, stable=True)
-    return tuple(zip(ids[order[:k]].tolist(), values[:k].tolist(), strict=True))
 
 
 # Scores of given tokens, without all logits in memory at once: the output projection is computed for some positions at

@@ -20,11 +20,20 @@ from transformers import (
 )
 
 from flexengine import Engine, Policy, SamplingParams
+from flexengine.kernels.sampling import plain_choice
+from flexengine.model import drawing
 from flexengine.model import sample as module
 from flexengine.model.sample import NONFINITE, Draw, Sampled, logprob_entry, sample, uniform
 
 INF, NAN = math.inf, math.nan
 V = 300
+
+
+@pytest.fixture(autouse=True, params=["native", "plain torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms must pass all tests; that of GPUs is computed on the CPU here."""
+    if request.param == "plain torch":
+        monkeypatch.setattr(drawing, "choose_tokens", plain_choice)
 
 
 def draw(row: int = 0, token: int = 0, sample: int = 0, prompt: Any = (), **fields: Any) -> Draw:
@@ -141,17 +150,74 @@ def theirs(scores: torch.Tensor, ids: list[int], temperature: float, fields: dic
 
 @pytest.mark.parametrize("fields", CUTS, ids=str)
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
-def test_the_distribution_is_that_of_transformers(fields: dict[str, Any], temperature: float) -> None:
-    """Tokens kept, and their probabilities, before the draw."""
+def test_the_distribution_is_that_of_transformers(
+    fields: dict[str, Any], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token is drawn at both ends of its interval of the noise, whose length is its probability, and no other."""
     for seed in range(5):
         row, prompt, generated = random_logits(V, seed=seed), [3, 5, 3], [8, 250, 250]
-        one = Draw(SamplingParams(temperature=temperature, **fields), 0, 0, prompt, generated)
-        scores = module._penalised(row.double(), one)
-        ids, weights = module._candidates((scores - scores.max()) / temperature, one.sampling)
-        found = torch.zeros(V, dtype=torch.float64).index_copy(0, ids, weights / weights.sum())
+        params = SamplingParams(temperature=temperature, **fields)
         wanted = theirs(row, prompt + generated, temperature, fields)
-        assert ((found > 0) == (wanted > 0)).all()
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+        kept, ends = wanted.nonzero()[:, 0], wanted.cumsum(0)
+        probable = kept[wanted[kept] > 1e-9]  # the ends of others are lost in the running sum's rounding
+        inset = 1e-6 * wanted[probable] + 1e-15
+        noise = torch.cat([ends[probable] - wanted[probable] + inset, ends[probable] - inset]).tolist()
+        monkeypatch.setattr(module, "uniform", lambda seed, place, *_, noise=noise: noise[place])
+        draws = [Draw(params, place, 0, prompt, generated) for place in range(len(noise))]
+        assert tokens(row.expand(len(noise), V), draws) == probable.tolist() * 2
+
+
+ALONE: list[dict[str, Any]] = [
+    {}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"repetition_penalty": 1.7}, {"logprobs": 2},
+    {"logit_bias": {3: 2.5, 8: -1.5}}, {"bad_words": [[4, 5, 1], [2], [5, 9]]},
+    {"min_tokens": 4, "stop_token_ids": [1, 3]}, {"presence_penalty": 1.1}, {"frequency_penalty": -0.4},
+]  # fmt: skip
+TOGETHER: dict[str, Any] = {name: value for fields in ALONE for name, value in fields.items()}
+
+
+def probabilities(scores: torch.Tensor, prompt: list[int], generated: list[int], s: SamplingParams) -> torch.Tensor:
+    """Return those of transformers' processors, in the documented order; presence and frequency: OpenAI's formula."""
+    ids = torch.tensor([prompt + generated])
+    before = LogitsProcessorList()
+    if s.logit_bias:
+        before.append(SequenceBiasLogitsProcessor({(token,): number for token, number in s.logit_bias.items()}))
+    if s.bad_words:
+        before.append(NoBadWordsLogitsProcessor([list(word) for word in s.bad_words]))
+    before.append(MinNewTokensLengthLogitsProcessor(len(prompt), s.min_tokens, list(s.stop_token_ids)))
+    before.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
+    after = LogitsProcessorList([TemperatureLogitsWarper(s.temperature)])
+    if s.top_k:
+        after.append(TopKLogitsWarper(s.top_k))
+    if s.top_p < 1:
+        after.append(TopPLogitsWarper(s.top_p))
+    if s.min_p:
+        after.append(MinPLogitsWarper(s.min_p))
+    changed = before(ids, scores[None].clone())
+    for token in set(generated):
+        changed[0, token] -= generated.count(token) * s.frequency_penalty + s.presence_penalty
+    out: torch.Tensor = after(ids, changed)[0].double().softmax(-1)
+    return out
+
+
+def test_draws_of_each_option_and_of_all_follow_transformers() -> None:
+    """Chi-square of 6,000 rows each, all options in one gpu_batch, so that rows with other options stand between."""
+    many, words, prompt, generated = 6000, 40, [7, 5, 5], [9, 4, 5]
+    options = [SamplingParams(max_tokens=9, temperature=1.3, seed=8, **fields) for fields in (*ALONE, TOGETHER)]
+    logits = random_logits(words, seed=3) / 2
+    draws = [Draw(s, row, 0, prompt, generated) for row in range(many) for s in options]
+    found = torch.tensor(tokens(logits.expand(len(draws), words), draws)).view(many, -1)
+    for column, s in zip(found.T, options, strict=True):
+        wanted = probabilities(logits, prompt, generated, s) * many
+        counts = torch.bincount(column, minlength=words).double()
+        assert counts[wanted == 0].sum() == 0
+        often = wanted >= 5
+        ours = torch.cat([counts[often], counts[~often].sum()[None]])
+        theirs = torch.cat([wanted[often], wanted[~often].sum()[None] + 1e-9])
+        if theirs[-1] < 5:  # too few for a class of their own
+            ours, theirs = ours[:-1], theirs[:-1]
+        degrees = len(theirs) - 1
+        most = degrees * (1 - 2 / 9 / degrees + 3.09 * (2 / 9 / degrees) ** 0.5) ** 3  # p = 0.001 (Wilson, Hilferty)
+        assert ((ours - theirs) ** 2 / theirs).sum() < most, s
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 2.0}])
