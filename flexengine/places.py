@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-MOST_DISKS, MOST_WORKERS = 8, 64
+MOST_DISKS, MOST_WORKERS, MOST_ENGINES = 8, 64, 64
 COPIES = ("h2d", "d2h")  # links between host and device
 
 

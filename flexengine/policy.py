@@ -11,6 +11,7 @@ from flexengine.records import Limit, check, load, named_fields
 from flexengine.words import python_words
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
+FIXED, ROTATIONAL = ORDERS = ("fixed", "rotational")
 REQUESTS, HEADS, TOKENS = PARTITIONS = ("requests", "heads", "tokens")
 
 MAX_NUMBER = 1_000_000_000  # largest whole number in a policy
@@ -99,6 +100,8 @@ class Policy:
             give back the first slot before attention, and load the other one meanwhile.
         queries_first: whether attention workers get queries before keys and values are computed, and begin with the
             cached tokens (Lamina, section 3.4).
+        order: which of several engines (`EngineOptions.engines`) computes a slice of a gpu_batch between two
+            attentions: fixed, always the same one; rotational, one after the other (Lamina, section 3.3).
 
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
@@ -121,6 +124,7 @@ class Policy:
     queries_first: bool = False
     neurons: Annotated[float, Limit(0, 1), "a share from 0 to 1"] = 0.0
     half_layers: bool = False
+    order: Annotated[str, ORDERS] = FIXED
 
     @python_words
     def __post_init__(self) -> None:

@@ -201,7 +201,7 @@ def test_json_round_trip(tmp_path: Path, rng: random.Random) -> None:
         "schedule": rng.choice(["row", "zigzag", "diagonal", "continuous"]), "prefill_tokens": rng.randint(1, 9999),
     }  # fmt: skip
     fields["partition"] = "requests"
-    fields["queries_first"], fields["neurons"] = False, 0.0
+    fields["queries_first"], fields["neurons"], fields["order"] = False, 0.0, "fixed"
     fields["delegate"] = bool(fields["cache"][0] < 1 and rng.random() < 0.5)  # type: ignore[index]
     fields["half_layers"] = bool(fields["slots"] == 2 and rng.random() < 0.5)
     path.write_text(json.dumps(fields))

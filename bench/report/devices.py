@@ -108,6 +108,17 @@ def _staggered(folder: Path) -> Iterator[Row]:
         )  # fmt: skip
         yield ("2 engines on one attention worker, links and attention throttled", figures, _tokens(line),
                line["time"][:10])  # fmt: skip
+    if line := found.get("turns"):
+        yield _turns(line)
+
+
+def _turns(line: Record) -> Row:
+    case, orders = line["case"], line["points"]
+    figures = "; ".join(f"{x['order']}, {x['batches']} gpu_batches: {1e3 * x['period']:.0f} ms" for x in orders)
+    ratio = f"rotational to fixed: {line['rotational_to_fixed']:.3f}x of {line['ideal']:.3g}x"
+    return (f"one job on {case['engines']} engines that take turns, links, slices ({1e3 * case['slice']:.0f} ms) and"
+            f" attention ({1e3 * case['attention']:.0f} ms) throttled: a layer of all gpu_batches",
+            f"{figures}; {ratio}", _tokens(line), line["time"][:10])  # fmt: skip
 
 
 def _queries_first(folder: Path) -> Iterator[Row]:

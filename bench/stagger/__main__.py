@@ -1,6 +1,6 @@
 """Staggered pipelines in real time, beside virtual time.
 
-python -m bench.stagger [--cases sleeping engines] [--most 8] [--unit 20] [--turns 3] [--out stagger.jsonl]
+python -m bench.stagger [--cases sleeping engines turns] [--most 8] [--unit 20] [--turns 3] [--out stagger.jsonl]
 
 sleeping: the programs of `bench.stagger.orders` run on the engine's executor, whose lanes are threads that
 sleep: a slice takes t_m, attention t_a, and a move between replicas a tenth of t_a. For n = 2 to 8 and t_a (n - 1) /
@@ -9,7 +9,9 @@ fastest run counts, as other programs of the machine only delay. Period and busy
 filling and draining. Exit code: 1 if such a period is more than 10 % off the virtual clock, or the ratio of rotational
 and fixed throughput is more than 10 % off n / (n - 1) at t_a = t_m / (n - 1). engines: --turns times, two engines in
 processes share an attention worker, beside one engine alone and virtual time (`bench.stagger.engines`). Exit code: 1 if
-the time of a layer is more than 10 % off, or tokens differ.
+the time of a layer is more than 10 % off, or tokens differ. turns: one job on two engines in processes with one
+attention worker, in fixed and rotational order (`bench.stagger.turns`). Exit code: 1 if a period is more than 5 % off
+the virtual clock, the ratio of throughputs more than 5 % off n / (n - 1), or tokens differ.
 
 If other programs use the machine, `chrt -f 10 python -m bench.stagger` lets no sleep last longer because of them.
 """
@@ -27,13 +29,14 @@ from bench.harness import Record
 from bench.simulate import simulate
 from bench.stagger.engines import LIMIT, engines
 from bench.stagger.orders import POOL, Stagger, fixed, interleaved, replica_lane, rotational, steady
+from bench.stagger.turns import turns
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.tasks import Op, Task
 
 ORDERS: dict[str, Callable[[int], Stagger]] = {"fixed": fixed, "rotational": rotational, "interleaved": interleaved}
 BALANCES = (1.0, 0.5, 2.0)  # t_a (n - 1) / t_m
-CASES = ("sleeping", "engines")
+CASES = ("sleeping", "engines", "turns")
 LAYERS = 12  # least, of a window
 NEAR = 0.02  # relative error of a run that is not repeated
 
@@ -104,9 +107,10 @@ def main() -> int:
     good = True
     for name in args.cases:
         with tempfile.TemporaryDirectory() as folder:
-            sleeping = name == "sleeping"
-            record = (pipelines(args.most, args.unit / 1e3, args.turns) if sleeping
-                      else engines(args.turns, Path(folder)))  # fmt: skip
+            if name == "sleeping":
+                record = pipelines(args.most, args.unit / 1e3, args.turns)
+            else:
+                record = engines(args.turns, Path(folder)) if name == "engines" else turns(Path(folder))
         harness.emit(record, args.out)
         good = good and record["good"]
     return 0 if good else 1

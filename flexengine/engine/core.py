@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -36,6 +37,10 @@ from flexengine.worker.worker import Worker
 VERIFIER = "flexengine.model.verify:Verifier"
 ATTENDER = "flexengine.worker.attend:attender_of"
 ON_DEMAND = "flexengine.worker.on_demand:OnDemand"
+# Imported for several engines.
+REPLICAS = "flexengine.guests.replicas.client:Replicas"
+TURNS_WORKER = "flexengine.guests.replicas.worker:TurnsWorker"
+PREPARE_SKIPS = "flexengine.guests.replicas.skips:prepare_skips"
 SPAWN = "start processes by multiprocessing.get_context('spawn') and open an Engine in each"
 _openers = set[int]()  # processes that opened a model: this one, and those that it was forked from
 
@@ -90,6 +95,10 @@ class Core:
             message(text)
         kernels.load()  # tiers convert with the CPU's kernels, also with a GPU: build them before lanes start
         self.kernels = kernels.load_for(self.machine.compute)
+        self.replicas: Any = None  # the other engines; None without any
+        if options.engines > 1:
+            self.prepare_skips()
+            self.replicas = resolve_name(REPLICAS)(options)
         self._weights: Weights | None = None
         self._resident_read = 0  # bytes read for resident weights that were dropped later
 
@@ -210,6 +219,7 @@ class Core:
             worker.hidden.ports.names,
             worker.joined.count,
             weights.halves,
+            worker.turn,
         )
 
     @torch.no_grad()
@@ -248,17 +258,31 @@ class Core:
             for place in sorted(layout.delegation):
                 attenders[place] = resolve_name(ATTENDER)(place)(cache, self.dtype)
                 undo.callback(attenders[place].close)
-            if self._weights is None:
-                self._weights = Weights(self.opened, layout, self.machine)
+            weights = self.resident_weights(layout)
             if load_first:
-                self._weights.load_all_resident()
+                weights.load_all_resident()
             on_demand = None
             if self.lossy.flash:
                 on_demand = resolve_name(ON_DEMAND)(self.opened, layout, self.machine, self._notes)
                 undo.callback(on_demand.close)
-            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders, on_demand)
+            kind: Any = Worker
+            if self.replicas and layout.policy.works:
+                self.replicas.load(layout, self.lossy)
+                kind = partial(resolve_name(TURNS_WORKER), self.replicas)
+            worker: Worker = kind(self.skeleton, weights, cache, hidden, attenders, on_demand)
             undo.pop_all()
         return worker
+
+    def prepare_skips(self) -> None:
+        """Prepare the model for passes of which other engines compute parts. Raise UnsupportedModel if it has none."""
+        native = self.machine.compute.type == "cpu" and self.dtype == torch.float32
+        resolve_name(PREPARE_SKIPS)(self.skeleton, native)
+
+    def resident_weights(self, layout: Layout) -> Weights:
+        """Return the weights of a job, those in memory if there are any."""
+        if self._weights is None:
+            self._weights = Weights(self.opened, layout, self.machine)
+        return self._weights
 
     def traffic(self) -> dict[str, int]:
         """Return bytes moved by link since the engine began, without reads of resident weights."""
@@ -276,4 +300,6 @@ class Core:
     def close(self) -> None:
         """Free all memory and files."""
         self.drop_weights()
+        if getattr(self, "replicas", None) is not None:
+            self.replicas.close()
         self.machine.close()

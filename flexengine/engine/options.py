@@ -15,8 +15,9 @@ from flexengine.engine.summary import Progress
 from flexengine.errors import InvalidInput, shown
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.config import named_dtype
+from flexengine.places import MOST_ENGINES
 from flexengine.plan.hardware import Hardware
-from flexengine.policy import Policy
+from flexengine.policy import FIXED, Policy
 from flexengine.records import Limit, as_whole, check, check_argument, refuse
 from flexengine.tier.base import Tier
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine, resolved
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 # Imported for attention workers.
 CHECK_WORKERS = "flexengine.guests.attention_workers.workers:check_workers"
+CHECK_ENGINES = "flexengine.guests.replicas.client:check_engines"
 OPEN_WORKERS = "flexengine.guests.attention_workers.workers:open_workers"
 _MODEL = "a directory, a .gguf file, a hub id, or None for the demo model"
 _Engines = Annotated[int | None, Limit(1), "a number of engines of at least 1, or None"]
@@ -88,7 +90,10 @@ class MachineOptions:
         worker_mem: bytes for KV cache of each worker that is started, in the same form as device_mem.
         group: the processes of a pipeline, one of which runs this engine; None for one process.
         sharing: engines on this machine that share its RAM and disks: each takes an equal part of what is free, unless
-            sizes are given. None is the number of processes of `group` on this machine, which also share its GPUs.
+            sizes are given. None is `engines`, or the number of processes of `group` on this machine, which also share
+            its GPUs.
+        engines: number of engines that compute the slices of one job between two attentions, in turn: this one and
+            further processes of this machine, which hold all weights, too (docs/attention-workers.md).
         worker_sharing: engines that share the attention workers at these addresses: each takes at most an equal part of
             their memory. None is the number of processes of `group`.
     """
@@ -100,6 +105,7 @@ class MachineOptions:
     links: Annotated[Links | None, "a Links, such as Links(h2d=12e9), or None"] = None
     attention_workers: Annotated[int | Sequence[str], _workers] = 0
     worker_mem: _Size = None
+    engines: Annotated[int, Limit(1, MOST_ENGINES)] = 1
     group: Annotated[ProcessGroup | None, "a Group of flexengine.guests.stages, or None"] = None
     sharing: _Engines = None
     worker_sharing: _Engines = None
@@ -109,6 +115,8 @@ class MachineOptions:
         check(self)
         if self.attention_workers or self.worker_mem is not None:
             resolve_name(CHECK_WORKERS)(self.attention_workers, self.worker_mem)
+        if self.engines > 1:
+            resolve_name(CHECK_ENGINES)(self)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -145,7 +153,7 @@ class MachineOptions:
             started = resolve_name(OPEN_WORKERS)(self.attention_workers, memory, engines, group)
         sizes = (("--device-mem", self.device_mem), ("--host-mem", self.host_mem))
         device, host = (None if size is None else parse_size(size, option) for option, size in sizes)
-        sharing = self.sharing or processes
+        sharing = self.sharing or max(processes, self.engines)
         try:
             return make_machine(self.device, device, host, self.directories, self.links, sharing, processes, started)
         except BaseException:
@@ -208,6 +216,11 @@ class EngineOptions(MachineOptions):
             raise InvalidInput(f"--attention-workers is {self.attention_workers}, but the policy gives them no share of"
                                ' the KV cache; add one, such as "cache": {"workers": 1}, or leave out the workers or'
                                " the policy")  # fmt: skip
+        if self.engines == 1 and self.policy is not None and self.policy.order != FIXED:
+            raise InvalidInput(
+                f"policy order is {self.policy.order}, but there is one engine; set --engines to 2 or more, or order to"
+                f" {FIXED}"
+            )
         group, given = self.group, self.attention_workers
         if group is not None and isinstance(given, int) and given and group.local_size < group.size:
             raise InvalidInput(f"--attention-workers is {given}, but the stages are on several machines; start workers"
@@ -246,7 +259,7 @@ class EngineOptions(MachineOptions):
         """
         return replace(self, hardware=hardware, policy=None, lossy=EXACT, allow=(), trace=None, on_sweep=None,
                        verify=False, group=None, strategy=None, attention_workers=0, worker_mem=None,
-                       progress=progress)  # fmt: skip
+                       engines=1, progress=progress)  # fmt: skip
 
 
 def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:

@@ -36,6 +36,7 @@ class RateStore:
         self._hardware = fitted(given, machine) if given is not None else None
         self._given = given is not None
         self._quick: Hardware | None = None  # measured by `measure_quickly`, if it was not stored
+        self.engines = 1  # engines that take turns on slices
         self._tried = False  # whether `measure_quickly` has measured
 
     def forget(self) -> None:
@@ -51,6 +52,7 @@ class RateStore:
         known = known or store.unmeasured(machine, self.opened.dtype)
         if machine.workers and not known.worker_attention:
             known = replace(known, **self._workers)
+        known = known if known.engines == self.engines else replace(known, engines=self.engines)
         return known.with_capacity(machine.capacity)  # it may have changed since
 
     @property
@@ -105,7 +107,7 @@ class RateStore:
         if learns and (factors := watch.factors()):
             key = store.key_of(self.machine, opened.dtype, opened.files)
             planned = replace(watch.cost.hardware, workers=(), filed=0, worker_attention={}, worker_links={},
-                              worker_seconds=0.0, worker_cores={})  # fmt: skip
+                              worker_seconds=0.0, worker_cores={}, engines=1)  # fmt: skip
             latest = store.cached(key) or planned  # other jobs may have stored their corrections meanwhile
             corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
             store.keep(self.machine, opened.dtype, opened.files, corrected)

@@ -60,6 +60,7 @@ class Session:
         strategy = options.strategy
         planner = resolve_name(STAGES_PLANNER) if core.driver else None
         self.planner = planner(core.driver, strategy, *basis) if planner else Planner(*basis)
+        self.planner.rates.engines = options.engines
         if strategy is not None:
             from flexengine.plan.stages import shape_name
 

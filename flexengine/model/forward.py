@@ -5,7 +5,7 @@ the answer:
 
     event     pause                                                     answer
     Rows      before rows of weights that may be off the device         see `Rows`
-    Layer     before decoder layer j; its weights must be bound now     hidden states
+    Layer     before decoder layer j; its weights must be bound now     hidden states, None to skip the layer
     Query     in layer j, before keys and values, if queries go first   none
     Attend    in layer j, at attention, unless it uses `Pass.paged`     [1, tokens, heads, value_dim]
     Head      before a chunk of rows of the output projection           (weight rows, bias or None, format or None)
@@ -96,6 +96,10 @@ class Queried(Exception):
     """Ends the run of an attention module that computes queries only."""
 
 
+class Elsewhere(Exception):
+    """Ends a layer at its attention: another process computes the rest of it (guests/replicas)."""
+
+
 def pause(event: Any) -> Any:
     """Pause the forward pass with an event. Return the answer that the pass is resumed with."""
     parent = greenlet.getcurrent().parent
@@ -122,6 +126,9 @@ def attend(
     """
     if unknown := sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS):
         raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not support")
+    if (known := getattr(greenlet.getcurrent(), "attended", None)) is not None:
+        this_pass().attended = None
+        return known, None
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     event = Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask)
@@ -140,7 +147,7 @@ class PausingLayer(nn.Module):
     def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
         self.layer, self.index = layer, index
-        self.outputs: int | None = None  # length of the tuple that is returned for a negative number; None: a tensor
+        self.outputs: int | None = None  # length of the tuple that is returned for a skipped layer; None: a tensor
         self.native: Any = None  # computes the layer, and layers after it, by native kernels; None if modules do
 
     def __getattr__(self, name: str) -> Any:
@@ -152,7 +159,7 @@ class PausingLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if self.index < 0:
-            return hidden if self.outputs is None else (hidden, *[None] * (self.outputs - 1))
+            return self._passed(hidden)
         current, positions = this_pass(), kwargs.get("position_embeddings")
         joined = hidden is current.output and positions is current.positions
         if self.index < current.computed:
@@ -160,16 +167,25 @@ class PausingLayer(nn.Module):
                 raise RuntimeError(f"layer {self.index} was computed ahead with another input than its own")
             return hidden
         current.output = None
-        hidden = pause(Layer(self.index, hidden))
+        entered = pause(Layer(self.index, hidden))
+        if entered is None:
+            return self._passed(hidden)
         if self.native is not None:
-            self.native.joined = joined
-            if self.native.usable(hidden, positions):
-                count, current.output = self.native(hidden, positions)
+            self.native.joined = joined or (current.rotates and self.native.joined)
+        try:
+            if self.native is not None and self.native.usable(entered, positions):
+                count, current.output = self.native(entered, positions)
                 current.positions, current.computed = positions, self.index + count
                 return current.output
-        if "hidden_states" in kwargs:
-            return self.layer(*args, **(kwargs | {"hidden_states": hidden}))
-        return self.layer(hidden, *args[1:], **kwargs)
+            if "hidden_states" in kwargs:
+                return self.layer(*args, **(kwargs | {"hidden_states": entered}))
+            return self.layer(entered, *args[1:], **kwargs)
+        except Elsewhere:
+            return self._passed(hidden)
+
+    def _passed(self, hidden: Tensor) -> Any:
+        """Return hidden states as the layer returns them."""
+        return hidden if self.outputs is None else (hidden, *[None] * (self.outputs - 1))
 
 
 def pausing_layers(model: nn.Module) -> list[PausingLayer]:
@@ -265,6 +281,8 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     output: Tensor | None = None  # output of this layer before; None if modules compute it
     positions: Any = None  # position embeddings that this layer before got
     embedded: Tensor | None = None  # output of the embedding, if hidden states leave the device between layers
+    rotates = False  # whether other processes compute some slices (guests/replicas); no layer is joined then
+    attended: Tensor | None = None  # attention of the next layer, if it is known before its queries
     recycles = False  # whether outputs of layers may be in memory that is used again (kernels/recycled.py)
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -289,6 +307,7 @@ class Forward:
         mode: AbstractContextManager[Any] | None = None,
         queries_first: bool = False,
         recycles: bool = False,
+        rotates: bool = False,
     ) -> None:
         """Make a pass without starting it.
 
@@ -296,9 +315,11 @@ class Forward:
             mode: entered while the model runs.
             queries_first: whether the pass pauses at queries. `queries.use_queries_first` prepares the model.
             recycles: see `Pass`; not if the memory of outputs is freed while the pass is paused.
+            rotates: see `Pass`.
         """
         self._model, self.inputs, self._mode = model, inputs, mode
         self._settings = {"inputs": inputs, "queries_first": queries_first, "recycles": recycles}
+        self._settings["rotates"] = rotates
         self._greenlet: Any = None
 
     def _run(self) -> Logits:
@@ -321,6 +342,23 @@ class Forward:
             else:
                 self._greenlet.paged = paged
                 event = self._greenlet.switch(value)
+        return event
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Pause:
+        """Compute the layer at whose start the pass is paused, with its attention. Return the next pause.
+
+        Args:
+            hidden: as for `resume`.
+            attended: [1, tokens, heads, value_dim].
+        """
+        self._greenlet.attended = attended
+        return self.resume(hidden)
+
+    def leave_layer(self) -> Pause:
+        """Leave the layer at whose attention the pass is paused: its output is computed elsewhere. Return the next
+        pause, whose hidden states have no meaning."""
+        with self._mode or nullcontext():
+            event: Pause = self._greenlet.throw(Elsewhere)
         return event
 
     def free_embedding(self) -> None:

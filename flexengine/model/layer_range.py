@@ -36,23 +36,36 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
     failed = f"{skeleton.name}: a trial pass through layers {first} to {end - 1} alone failed"
     with library_faults(failed, UnsupportedModel), marked(ATTENTION), torch.enable_grad():
         if first:  # a skipped layer must return as many values
-            with ExitStack() as hooks:
-                for module in modules:
-                    hooks.enter_context(module.layer.register_forward_hook(partial(_note_outputs, module)))
-                deque(skeleton.trial(), 0)
+            note_outputs(skeleton)
         for module in modules:
             module.index -= first
         skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
         skeleton.windows = {j - first: skeleton.windows[j] for j in range(first, end)}
         if first:
-            _refuse_leaks(skeleton)
+            refuse_leaks(skeleton)
+
+
+def skippable(skeleton: Skeleton) -> None:
+    """Prepare a whole model for passes that skip layers. Raise UnsupportedModel if they need what is skipped."""
+    failed = f"{skeleton.name}: a trial pass that skips layers failed"
+    with library_faults(failed, UnsupportedModel), marked(ATTENTION), torch.enable_grad():
+        note_outputs(skeleton)
+        refuse_leaks(skeleton)
+
+
+def note_outputs(skeleton: Skeleton) -> None:
+    """Note how many values each layer returns, for passes that skip it."""
+    with ExitStack() as hooks:
+        for module in pausing_layers(skeleton.model):
+            hooks.enter_context(module.layer.register_forward_hook(partial(_note_outputs, module)))
+        deque(skeleton.trial(), 0)
 
 
 def _note_outputs(module: PausingLayer, _: nn.Module, __: Any, output: Any) -> None:
     module.outputs = len(output) if isinstance(output, tuple) else None
 
 
-def _refuse_leaks(skeleton: Skeleton) -> None:
+def refuse_leaks(skeleton: Skeleton) -> None:
     """Raise UnsupportedModel if a layer of the range reads values of the embedding, except through hidden states: in
     this trial, only what depends on the embedding in another way requires gradients."""
     with requiring_gradients(skeleton.model):

@@ -154,6 +154,8 @@ class Candidates:
 
     def attempt(self, policy: Policy) -> Prediction | None:
         """Lay a policy out and price it. Return None if it does not fit."""
+        if self.cost.hardware.engines > 1 and policy.works and policy.weights[0] < 1:
+            return None  # several engines do not stream weights
         given = self.suited(policy)
         policy = with_neurons(given, self.cost.model, self.capacity, lambda p: self.laid_out(p, self.capacity))
         if policy in self.refused or self.too_large(policy):

@@ -230,6 +230,8 @@ class Cost:
         yield from data.hidden()
         if policy.delegate or policy.works:
             yield from guest("delegation").terms(data)
+            if self.hardware.engines > 1 and policy.works:
+                yield from guest("turns").terms(data, prompts, split)
         if self.model.topk is not None:
             yield from guest("delegation").chosen_terms(data, self.overlaps(policy))
 

@@ -17,6 +17,7 @@ from flexengine.errors import InvalidInput, bracketed, shown
 from flexengine.places import (
     DISK,
     MOST_DISKS,
+    MOST_ENGINES,
     MOST_WORKERS,
     WORKERS,
     Place,
@@ -205,6 +206,8 @@ class Hardware:
             device has waited for its weights.
         workers: bytes of each attention worker.
         filed: how many of the workers, the last ones, hold pages in a file.
+        engines: number of engines like this one that compute slices in turn while workers attend
+            (`EngineOptions.engines`); their rates and sizes are those of one.
         worker_attention: by attention worker, bytes of KV per second of decode attention; the rate of h2d if not known.
         worker_links: by attention worker, bytes per second of its connection; the rate of h2d if not known.
         worker_seconds: seconds of a question to a worker and of its answer, without attention.
@@ -264,6 +267,7 @@ class Hardware:
     more_disks: Annotated[tuple[_Bytes, ...], Limit(0, MOST_DISKS - 1), _at_most(MOST_DISKS - 1)] = ()
     workers: Annotated[tuple[_Bytes, ...], Limit(0, MOST_WORKERS), _at_most(MOST_WORKERS)] = ()
     filed: Annotated[int, Limit(0), "a number of workers, fewer than all"] = 0
+    engines: Annotated[int, Limit(1, MOST_ENGINES)] = 1
     worker_attention: Mapping[str, Rate] = field(default_factory=dict)
     worker_links: Mapping[str, Rate] = field(default_factory=dict)
     worker_seconds: IfKnown = 0.0

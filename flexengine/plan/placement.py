@@ -98,6 +98,9 @@ class Placement:
 
     def _place(self, shape: Policy, choice: Choice, wide: bool) -> bool:
         shape = self.tried.suited(choice.onto(shape))
+        if choice.attended is not None and self.tried.cost.hardware.engines > 1:  # they do not stream weights
+            on_device = replace(shape, weights=ON_DEVICE, activations=ON_DEVICE)
+            return self.tried.attempt(on_device) is not None
         rows, allowed = self._memories(shape, choice), self._allowed(choice)
         if not all(row.used.least(allowed) <= row.capacity for row in rows):  # finds most infeasible programs
             return False

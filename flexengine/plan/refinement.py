@@ -6,6 +6,7 @@ Partition `tokens` is left out: merged parts may differ in the last bits, and re
 """
 
 import logging
+import math
 from dataclasses import replace
 from itertools import product
 from operator import attrgetter
@@ -15,7 +16,7 @@ from flexengine.places import TIERS, WORKERS, workers_in_memory
 from flexengine.plan.candidates import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Candidates
 from flexengine.plan.cost import Prediction
 from flexengine.plan.placement import Choice, Placement
-from flexengine.policy import HEADS, PLACES, REQUESTS, TOKENS, Policy, Split, thousandths
+from flexengine.policy import FIXED, HEADS, ORDERS, PLACES, REQUESTS, TOKENS, Policy, Split, thousandths
 
 MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
 WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
@@ -128,6 +129,8 @@ def _try_neighbours(placement: Placement, prediction: Prediction) -> None:
         workers = len(workers_in_memory(cost.hardware.places))
         for partition in partitions(cost.model.kv_heads, workers, _by_tokens(tried)):
             tried.attempt(replace(policy, partition=partition))
+        for order in ORDERS if cost.hardware.engines > 1 else ():
+            tried.attempt(replace(policy, order=order))
     elif policy.cache[1] and not choice.hidden and placement.delegates:
         tried.attempt(replace(policy, delegate=not policy.delegate))
     same = [tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in tried.tokens]
@@ -188,7 +191,11 @@ def _try_workers(placement: Placement) -> None:
     for block, share, partition in product(tried.blocks(), SHARES, ways):
         choice = Choice(False, False, attended=split_of(share), partition=partition)
         factor = max(1, workers / 2) if partition == REQUESTS else 1
-        sizes = dict.fromkeys(max(1, round(block / (factor * count))) for count in WORKER_GPU_BATCHES)
-        in_batches = dict.fromkeys(tried.of(block, size) for size in sizes)
+        counts: tuple[int, ...] = WORKER_GPU_BATCHES
+        orders: tuple[str, ...] = (FIXED,)
+        if (engines := tried.cost.hardware.engines) > 1:  # one gpu_batch for each; one more, which rotate; two for each
+            counts, orders, factor = (engines, engines + 1, 2 * engines), ORDERS, 1
+        sizes = dict.fromkeys(max(1, math.ceil(block / (factor * count))) for count in counts)
+        in_batches = dict.fromkeys(replace(tried.of(block, size), order=o) for size, o in product(sizes, orders))
         for shape, schedule in product(in_batches, ("continuous", "diagonal")):
             placement.solve_placement(replace(shape, schedule=schedule), choice, wide=True)

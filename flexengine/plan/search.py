@@ -194,6 +194,8 @@ def waits_for(lane: str, shared: bool) -> str:
         return f"reads from {known.place}" if known.way == "read" else f"writes to {known.place}"
     if known.of_worker:
         return worker_lane(known)
+    if lane.startswith("replica"):
+        return f"computing on engine {lane.removeprefix('replica')}"
     return {"h2d": "the link from host to device", "d2h": "the link from device to host", "device": "computing",
             "cpu": "computing on the host"}[known.link]  # fmt: skip
 

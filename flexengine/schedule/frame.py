@@ -90,6 +90,9 @@ class ProgramFrame:
     # If halves of layers are loaded apart (`Policy.half_layers`): by half, the tiers of each unit's weights off the
     # device. The first halves pass through slot 0, the second halves and the head through slot 1.
     halves: Sequence[Sequence[tuple[str, ...]]] = ()
+    # Returns the number of the engine that computes a slice of a gpu_batch with delegated attention
+    # (`schedule.turns`); None if this one computes all.
+    turns: Callable[[int, int], int] | None = None
     batches: Sequence[Batch] = field(default=(), init=False)  # gpu_batches of the present sweep
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ EXPANDERS = {
     CellPart.TO_EXPERTS: "flexengine.schedule.parts:ExpertCell",
     CellPart.FROM_EXPERTS: "flexengine.schedule.parts:ExpertCell",
 }
+TURNS = "flexengine.schedule.turns:TurnsCell"  # of cells with delegated attention whose slices take turns on engines
 
 
 class Program(ProgramFrame):
@@ -56,7 +57,8 @@ class Program(ProgramFrame):
         for step in cells(number, units, batches, self._begin, self._closed, num_buffers(self.slots)):
             if prefetch.arriving:
                 yield from prefetch.arrivals(step.cell.layer)
-            name = EXPANDERS[step.part]
+            delegated = self.turns is not None and step.part in (CellPart.TO_ATTENTION, CellPart.FROM_ATTENTION)
+            name = TURNS if delegated else EXPANDERS[step.part]
             if name not in expanders:
                 expanders[name] = resolve_name(name)(self, prefetch)
             tasks = expanders[name](step)

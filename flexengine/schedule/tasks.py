@@ -54,6 +54,9 @@ class Op(enum.Enum):
     # stages of a pipeline
     ENTER = "take hidden states from a port"
     LEAVE = "put hidden states into a port"
+    # slices that other engines compute
+    HAND_OVER = "hand a slice to a replica"
+    TAKE_BACK = "take q, k, v from a replica"
 
 
 @dataclass(slots=True)

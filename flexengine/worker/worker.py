@@ -57,6 +57,9 @@ class Worker:
         on_demand: neurons and experts that are read when tokens use them; None if there are none.
     """
 
+    operations: "Mapping[Op, Callable[[Any, Any], None]]"  # methods by operation
+    turn: Callable[[int, int], int] | None = None  # `ProgramFrame.turns`
+
     def __init__(
         self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: "dict[str, Attender]",
         on_demand: "OnDemand | None" = None,
@@ -91,9 +94,13 @@ class Worker:
         self._states, mode = [], self.skeleton.mode(self.weights.machine.compute)
         for batch in batches:
             inputs, rows, scored = self._inputs(batch)
-            forward = Forward(self.skeleton.model, inputs, mode, batch.queries_first, batch.hidden_home == DEVICE)
+            forward = self._pass(batch, inputs, mode)
             self._states.append(BatchState(batch, forward, self.cache.view(batch), rows, scored))
         self.joined.begin(batches)
+
+    def _pass(self, batch: Batch, inputs: Inputs, mode: Any) -> Forward:
+        """Return the forward pass of a gpu_batch, not started. mode: as in `Forward`."""
+        return Forward(self.skeleton.model, inputs, mode, batch.queries_first, batch.hidden_home == DEVICE)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup, list[tuple[int, int]]]:
         """Return a gpu_batch's tokens, its embedding rows, and (sequence, number of targets) of scored sequences."""
@@ -134,7 +141,7 @@ class Worker:
         """Execute one task. On CUDA, only queue its work on the current stream."""
         if self.on_demand is not None and task.lane == DEVICE:
             self.on_demand.reads.cell = task.cell
-        OPERATIONS[task.op](self, task)
+        self.operations[task.op](self, task)
 
     def _load_weight(self, task: Copy) -> None:
         layer, slot = task.cell.layer, task.buffer
@@ -257,9 +264,7 @@ class Worker:
         """Compute a layer up to its attention, or to its queries if they go first, or layers to their end if they use
         `paged`. Return the pause."""
         if layer == 0:
-            if state.event is None:  # a table on the device has no OPEN task
-                self._open(task)
-            state.event = state.forward.resume(self.embedding.bring(state.rows))
+            self._embed(task, state)
         event = state.event
         assert isinstance(event, Layer)
         self.weights.bind(layer, task.slot)
@@ -280,6 +285,13 @@ class Worker:
         if isinstance(pause, Query):
             return Query(self._attended(layer, pause.attend))
         return self._attended(layer, pause) if isinstance(pause, Attend) else pause
+
+    def _embed(self, task: Task, state: BatchState) -> None:
+        """Compute up to the first layer, unless the pass is there."""
+        if state.event is None:  # a table on the device has no OPEN task
+            self._open(task)
+        if not isinstance(state.event, Layer):
+            state.event = state.forward.resume(self.embedding.bring(state.rows))
 
     def _attended(self, layer: int, event: Pause) -> Attend:
         """Return a pause at attention with the number and the window of the layer."""
@@ -342,3 +354,4 @@ OPERATIONS: dict[Op, Callable[[Worker, Any], None]] = {
     Op.ENTER: lambda worker, task: worker.hidden.enter(task.cell.batch),
     Op.LEAVE: lambda worker, task: worker.hidden.leave(task.cell.batch),
 }
+Worker.operations = OPERATIONS

@@ -241,7 +241,7 @@ class Driver(StageDriver):
         """Raise the error that a frame reports, if it does."""
         if frame.kind == OrderKind.FAILED:
             stage = f"stage {rank} of 0 to {self.group.size - 1} ({self.group.names[rank]})"
-            raise _error(stage, unpack(frame.body, dict))
+            raise error_of(stage, unpack(frame.body, dict))
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -250,11 +250,11 @@ def failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, Shortage):  # of a task
         error = OutOfMemory(error.tier, error.what, error.needed)
     fields = next((fields for kind, fields in FIELDS.items() if isinstance(error, kind)), ())
-    arguments = [getattr(error, name) for name in fields]
-    return values | {"refused": isinstance(error, FlexError), "arguments": arguments}
+    return values | {"refused": isinstance(error, FlexError), "arguments": [getattr(error, name) for name in fields]}
 
 
-def _error(stage: str, values: Mapping[str, Any]) -> FlexError:
+def error_of(stage: str, values: Mapping[str, Any]) -> FlexError:
+    """Return the error of a process, from `failure`. stage: name of the process."""
     message = f"{stage}: {values['message']}"
     if arguments := values["arguments"]:
         error: FlexError = next(kind for kind, fields in FIELDS.items() if len(fields) == len(arguments))(*arguments)

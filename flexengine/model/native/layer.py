@@ -183,9 +183,14 @@ class NativeLayer:
             keep = this_pass().inputs.keep if self.last else None
             if keep is not None and 2 * len(keep) > len(x):
                 keep = None
-            q, k, v = (y.transpose(0, 1)[None] for y in self._projected(x, angles, keep))
-        attended, _ = attend(self.attention, q, k, v, None, **self.options)
-        del q, k, v
+            current = this_pass()
+            attended, current.attended = current.attended, None
+            given = None if attended is not None else self._projected(x, angles, keep)
+        if given is not None:
+            q, k, v = (y.transpose(0, 1)[None] for y in given)
+            attended, _ = attend(self.attention, q, k, v, None, **self.options)
+            del q, k, v, given
+        assert attended is not None
         with unwatched():
             attended = attended.reshape(len(x), -1)
             if keep is None:

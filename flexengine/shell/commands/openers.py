@@ -80,7 +80,7 @@ def open_engine(
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the engine of `flexengine run`, without the model. args: as for `open_engine`."""
-    names = ["policy", "trace", "lossy", "allow", "verify", "strategy", "attention_workers", "worker_mem"]
+    names = ["policy", "trace", "lossy", "allow", "verify", "strategy", "attention_workers", "worker_mem", "engines"]
     some = {name: getattr(args, name) for name in (*names, "prefix_sharing") if hasattr(args, name)}
     return bare_options(args) | some
 

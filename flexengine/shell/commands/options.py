@@ -174,8 +174,11 @@ WORKERS = OptionTable(
 --attention-workers N|HOST:PORT,...  start N processes that hold KV cache and compute attention over it, or use those
     that flexengine serve-attention runs at these addresses, if the plan is faster with them (docs/attention-workers.md)
 --worker-mem SIZE  memory for KV cache of each worker that is started
+--engines N        let N processes of this machine, each with all weights, compute in turn while the workers attend: on
+                   a GPU each, if there are GPUs (default: %(default)s)
 """,
-    more={"attention_workers": {"type": _workers, "default": 0}},
+    {"engines": 1},
+    {"attention_workers": {"type": _workers, "default": 0}, "engines": {"type": int}},
 )
 SECRET = OptionTable(
     """

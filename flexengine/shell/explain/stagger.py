@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from flexengine.places import MOST_WORKERS, workers_of
+from flexengine.places import MOST_ENGINES, MOST_WORKERS, workers_of
+from flexengine.plan import guest
 from flexengine.plan.cost import Prediction
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import count, digits, duration
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.workload import Workload
-from flexengine.policy import HEADS, REQUESTS
+from flexengine.policy import HEADS, ORDERS, REQUESTS, ROTATIONAL
 from flexengine.shell.explain.links import NEGLIGIBLE, WorkerLinks, span, token_bytes
 
-MOST_ENGINES = 64
 ROUNDING = 1e-9  # relative; of quotients that are whole numbers
 
 
@@ -177,6 +177,8 @@ def _bargain(
 
 def sharing_words(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> list[str]:
     """Return lines on engines and workers that fit each other; [] if there are no workers."""
+    if hardware.engines > 1:
+        return turn_words(model, hardware, prediction)
     s = EngineSharing.of(model, hardware, prediction)
     if s is None:
         return []
@@ -193,6 +195,23 @@ def sharing_words(model: ModelFacts, hardware: Hardware, prediction: Prediction)
             f" {digits(b.price)}, {digits(b.gain)}x the tok/s per unit of price"
         )
     return [f"            {line}" for line in lines]
+
+
+def turn_words(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> list[str]:
+    """Return lines on engines that take turns on slices; [] if workers attend to nothing."""
+    links, policy = WorkerLinks.of(model, hardware, prediction), prediction.policy
+    if links is None:
+        return []
+    turns, engines = guest("turns"), hardware.engines
+    seconds = turns.periods(model, hardware, policy, max(links.moving, links.attending), links.away)
+    other = next(order for order in ORDERS if order != policy.order)
+    batches = count(turns.in_flight(policy, hardware), "gpu_batch", "gpu_batches")
+    return [
+        f"            {engines} engines take turns, order {policy.order}: slice j of gpu_batch k is computed on engine"
+        f" {'(j + k)' if policy.order == ROTATIONAL else 'k'} mod {engines}",
+        f"            a layer of {batches} takes {duration(seconds[policy.order])}, in {other} order"
+        f" {duration(seconds[other])}",
+    ]
 
 
 def _batches(number: float) -> str:
