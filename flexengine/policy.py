@@ -3,16 +3,17 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from flexengine.errors import InvalidInput, shown
 from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, place_names, place_of, workers_in_memory
-from flexengine.records import Limit, check, load, named_fields
+from flexengine.records import Limit, check, check_argument, load, named_fields
 from flexengine.words import python_words
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 FIXED, ROTATIONAL = ORDERS = ("fixed", "rotational")
 REQUESTS, HEADS, TOKENS = PARTITIONS = ("requests", "heads", "tokens")
+NO_CACHE, HOST_CACHE, ALL_CACHE = DELEGATES = ("none", "host", "all")
 
 MAX_NUMBER = 1_000_000_000  # largest whole number in a policy
 MOST_SLOTS = 1000  # more slots than any model has layers
@@ -45,6 +46,12 @@ def _split(name: str, value: Sequence[float] | Mapping[str, float]) -> Split:
     return tuple(map(float, numbers))
 
 
+def _delegate(name: str, value: object) -> object:
+    """Return a value of DELEGATES. False is "none", and True stays for `Policy`. Raise InvalidInput for others."""
+    value = NO_CACHE if value is False else value
+    return value if value is True else check_argument(name, value, Annotated[str, DELEGATES])
+
+
 _Count = Annotated[int, Limit(1, MAX_NUMBER)]
 _CheckedSplit = Annotated[Split, _split]
 
@@ -70,6 +77,14 @@ def shares(split: Split) -> dict[str, float]:
     return dict(zip(places_of(split), split, strict=True))
 
 
+def delegate_of(delegate: str, cache: Split) -> str:
+    """Return the value of `Policy.delegate` that names no place without a share of the KV cache."""
+    disks = any(share for place, share in shares(cache).items() if place_of(place).disk)
+    if delegate == ALL_CACHE and disks:
+        return ALL_CACHE
+    return HOST_CACHE if delegate != NO_CACHE and cache[1] else NO_CACHE
+
+
 @named_fields
 @dataclass(frozen=True)
 class Policy:
@@ -88,9 +103,10 @@ class Policy:
         schedule: when sequences enter the block: row (one gpu_batch at a time), zigzag (all together), diagonal (one
             cohort per sweep) or continuous.
         prefill_tokens: most tokens of one gpu_batch in a sweep; limits the memory of activations.
-        delegate: whether the CPU computes decode attention of sequences with KV cache on the host, or on disks if the
-            host has none; with both, the device attends to the pages of disks meanwhile. Queries, keys and values of
-            new tokens then cross the link instead of pages (FlexGen section 4.2, "CPU computation").
+        delegate: sequences whose decode attention the CPU computes: none, those with KV cache on the host, or all with
+            KV cache off the device, whose pages on disks are read to host RAM. Queries, keys and values of new tokens
+            then cross the link instead of pages (FlexGen section 4.2, "CPU computation"). True is read as "host" if the
+            host has a share of the cache, else as "all".
         partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences; heads:
             some heads of all sequences; tokens: some tokens of all sequences, whose partial results are merged.
         neurons: share of the neurons of sparse feed-forward blocks whose weights stay on the device, if the others are
@@ -119,7 +135,7 @@ class Policy:
     slots: Annotated[int, Limit(1, MOST_SLOTS)] = 2
     schedule: Annotated[str, SCHEDULES] = "continuous"
     prefill_tokens: _Count = 2048
-    delegate: bool = False
+    delegate: Annotated[str, _delegate] = NO_CACHE
     partition: Annotated[str, PARTITIONS] = REQUESTS
     queries_first: bool = False
     neurons: Annotated[float, Limit(0, 1), "a share from 0 to 1"] = 0.0
@@ -129,6 +145,8 @@ class Policy:
     @python_words
     def __post_init__(self) -> None:
         check(self, "policy ")
+        if cast(object, self.delegate) is True:
+            object.__setattr__(self, "delegate", HOST_CACHE if self.cache[1] else ALL_CACHE)
         if self.block_size > MOST_SEQUENCES:
             shape = f"gpu_batch_size {self.gpu_batch_size} x num_gpu_batches {self.num_gpu_batches}"
             raise InvalidInput(f"policy {shape} is {self.block_size:,} sequences;"
@@ -150,10 +168,10 @@ class Policy:
         if self.queries_first and not self.works:
             raise InvalidInput(f"policy queries_first is true, but cache has no share on {WORKERS}; give it one, or set"
                                " queries_first to false")  # fmt: skip
-        if self.delegate and self.cache[0] + self.works > 1 - 1e-6:
-            raise InvalidInput(f"policy delegate is true with cache {list(self.cache)}; attention is delegated only"
-                               " for KV cache on the host or a disk; give cache a share there, or set delegate to"
-                               " false")  # fmt: skip
+        if self.delegates and delegate_of(self.delegate, self.cache) == NO_CACHE:
+            where = "the host" if self.delegate == HOST_CACHE else "the host or a disk"
+            fault = f"delegate is {self.delegate} with cache {list(self.cache)}, which has no share on {where}"
+            raise InvalidInput(f"policy {fault}; give it one, or set delegate to another of {', '.join(DELEGATES)}")
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -165,6 +183,11 @@ class Policy:
     def works(self) -> float:
         """Return the share of the KV cache that is on attention workers."""
         return shares(self.cache).get(WORKERS, 0.0)
+
+    @property
+    def delegates(self) -> bool:
+        """Return whether the CPU computes decode attention of any sequences."""
+        return self.delegate != NO_CACHE
 
     def spills(self, place: str) -> bool:
         """Return whether KV cache or activations have a share on a place."""
@@ -180,8 +203,8 @@ class Policy:
         attender, or "device"."""
         if place_of(cache_home).worker:
             return cache_home
-        delegated = cache_home == HOST or (place_of(cache_home).disk and not self.cache[1])
-        return HOST if self.delegate and delegated else DEVICE
+        homes = {NO_CACHE: False, HOST_CACHE: cache_home == HOST, ALL_CACHE: cache_home != DEVICE}
+        return HOST if homes[self.delegate] else DEVICE
 
     def attended(self, homes: Iterable[str]) -> dict[str, str]:
         """Return, by tier of the KV cache, the place that computes decode attention, without tiers of the device's own

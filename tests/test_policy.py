@@ -147,23 +147,36 @@ def test_schedule_is_one_of_four() -> None:
 
 
 @pytest.mark.parametrize(("value", "shown"), [(1, "1"), (0, "0"), (None, "None"), ("yes", "'yes'"), ([True], "[true]")])
-def test_delegate_is_true_or_false(value: Any, shown: str) -> None:
+def test_delegate_is_one_of_three(value: Any, shown: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         Policy(cache=(0, 1, 0), delegate=value)
-    assert str(caught.value) == f"policy delegate is {shown}; it must be True or False"
+    assert str(caught.value) == f"policy delegate is {shown}; it must be one of none, host, all"
 
 
 def test_delegate_needs_a_cache_off_the_device(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"cache \[1.0, 0.0, 0.0\]; .* only for KV cache on the host or a disk"):
-        Policy(delegate=True)
-    made = Policy(cache=(0, 0, 1), activations=(0.5, 0.5, 0), delegate=True)
+    with pytest.raises(InvalidInput, match=r"is all with cache \[1.0, 0.0, 0.0\], which has no share on the host or a"):
+        Policy(delegate="all")
+    with pytest.raises(InvalidInput, match=r"is host with cache .*, which has no share on the host; .* none, host"):
+        Policy(cache=(0.5, 0, 0.5), delegate="host")
+    made = Policy(cache=(0, 0, 1), activations=(0.5, 0.5, 0), delegate="all")
     assert (made.attends("host"), made.attends("disk2"), made.attends("device")) == ("host", "host", "device")
+    by_host = Policy(cache=(0, 0.5, 0.5), delegate="host")
+    assert (by_host.attends("host"), by_host.attends("disk"), by_host.attends("device")) == ("host", "device", "device")
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(made.to_json()))
     assert Policy.load(path) == made
     old = {name: value for name, value in Policy().to_json().items() if name != "delegate"}
     path.write_text(json.dumps(old))
     assert Policy.load(path) == Policy()
+
+
+@pytest.mark.parametrize(("cache", "delegate"), [([0, 0.5, 0.5], "host"), ([0, 1, 0], "host"), ([0.5, 0, 0.5], "all")])
+def test_files_with_true_and_false_mean_what_they_meant(tmp_path: Path, cache: list[float], delegate: str) -> None:
+    path = tmp_path / "policy.json"
+    for old, meant in ((True, delegate), (False, "none")):
+        path.write_text(json.dumps({"cache": cache, "delegate": old}))
+        assert Policy.load(path).delegate == meant
+        assert Policy(cache=cache, delegate=old).to_json()["delegate"] == meant  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -202,7 +215,7 @@ def test_json_round_trip(tmp_path: Path, rng: random.Random) -> None:
     }  # fmt: skip
     fields["partition"] = "requests"
     fields["queries_first"], fields["neurons"], fields["order"] = False, 0.0, "fixed"
-    fields["delegate"] = bool(fields["cache"][0] < 1 and rng.random() < 0.5)  # type: ignore[index]
+    fields["delegate"] = rng.choice(["none", "all"] if fields["cache"][0] < 1 else ["none"])  # type: ignore[index]
     fields["half_layers"] = bool(fields["slots"] == 2 and rng.random() < 0.5)
     path.write_text(json.dumps(fields))
     policy = Policy.load(path)

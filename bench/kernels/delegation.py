@@ -105,7 +105,8 @@ def run(case: DelegationCase, of: Shape, cached: int, delegate: bool) -> Side:
     from flexengine.tier.machine import Links
 
     rows = Case(case.name, of.rows * of.batches, fixed(cached), fixed(case.tokens)).requests(case.shape.vocab)
-    policy = Policy(of.rows, of.batches, cache=(0, 1, 0), slots=3, schedule="zigzag", delegate=delegate)
+    policy = Policy(of.rows, of.batches, cache=(0, 1, 0), slots=3, schedule="zigzag",
+                    delegate="host" if delegate else "none")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         links = Links(**of.links)

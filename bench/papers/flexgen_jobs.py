@@ -14,7 +14,7 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy
+from flexengine.policy import ALL_CACHE, NO_CACHE, Policy, delegate_of
 from flexengine.worker.open_model import open_model
 
 SIZES = ("6.7B", "30B", "175B")
@@ -68,8 +68,10 @@ def suite_policy(size: str, prompt: int, four_bits: bool = False) -> Policy:
     weights, kv, batch, batches = SUITE[size, prompt, four_bits]
     hidden = (1, 0, 0) if size == "6.7B" else (0, 1, 0)
     by_cpu = size != "6.7B" and not four_bits
-    return Policy(batch, batches, (*weights, 1 - sum(weights)), (*kv, 1 - sum(kv)), hidden, schedule="zigzag",
-                  delegate=by_cpu, half_layers=by_cpu and size == "30B")  # fmt: skip
+    cache = (*kv, 1 - sum(kv))
+    return Policy(batch, batches, (*weights, 1 - sum(weights)), cache, hidden, schedule="zigzag",
+                  delegate=delegate_of(ALL_CACHE if by_cpu else NO_CACHE, cache),
+                  half_layers=by_cpu and size == "30B")  # fmt: skip
 
 
 def best(

@@ -47,7 +47,7 @@ WHY_PARTS = {
 DISKS = ((0.5e9, 0.30), (1.0e9, None), (1.6e9, 0.69), (2.0e9, None), (2.65e9, None), (3.5e9, None), (7.0e9, None))
 SWEEP_BYTES = 638e9 + 174e9  # read from the disk per decode sweep of FlexGen's block: KV cache, and half of the weights
 # FlexGen's block for OPT-30B where 120 GB of RAM hold 69 % of its KV cache.
-SPILLED = Policy(48, 3, (0.2, 0.8, 0), (0, 0.69, 0.31), schedule="zigzag", delegate=True)
+SPILLED = Policy(48, 3, (0.2, 0.8, 0), (0, 0.69, 0.31), schedule="zigzag", delegate="host")
 NETWORKS = ((0.0001, 10e9), (0.01, 1e9), (0.01, 0.1e9), (0.1, 0.1e9))  # seconds of delay, bits per second
 # Petals by size: GPUs, and tokens per second and GPU. Six requests at a time, as its benchmark in FlexGen's repository.
 PETALS, REQUESTS = {"6.7B": (1, 8.25), "30B": (4, 2.84), "175B": (24, 0.08)}, 6

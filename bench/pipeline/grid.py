@@ -22,7 +22,7 @@ POLICIES = {
     "in pieces": Policy(2, 3, prefill_tokens=11, schedule="diagonal"),
     "host": Policy(2, 4, weights=HOST, cache=HOST, activations=HOST, schedule="zigzag"),
     "disk": Policy(1, 5, weights=DISK, cache=DISK, activations=DISK, prefill_tokens=20, slots=1),
-    "delegated": Policy(3, 2, weights=HOST, cache=HOST, delegate=True, prefill_tokens=20, slots=3),
+    "delegated": Policy(3, 2, weights=HOST, cache=HOST, delegate="host", prefill_tokens=20, slots=3),
     "everywhere": Policy(2, 3, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=20),
     "streamed": Policy(1, 8, weights=DISK, slots=3),
     "chosen": None,

@@ -63,7 +63,7 @@ class Shape:
     slots: int = 2
     schedule: str = "continuous"
     prefill_tokens: int = 512
-    delegate: bool = False
+    delegate: str = "none"
 
     @property
     def policy(self) -> Fields:
@@ -167,7 +167,7 @@ HELD_OUT = (
         GROUPED,
         SLOW_SIM,
         Case("long outputs, delegated", 16, fixed(32), fixed(64)),
-        Shape(8, 2, cache=HOST, delegate=True),
+        Shape(8, 2, cache=HOST, delegate="host"),
     ),
     ErrorCase(GROUPED, CPU, Case("long prompts", 2, fixed(1792), fixed(8)), Shape(2)),
     ErrorCase(DEMO, CPU, Case("long prompts", 4, fixed(1500), fixed(16)), Shape(4)),
@@ -194,7 +194,7 @@ HELD_OUT = (
     ErrorCase(GROUPED, SIM, Case("weights from host", 32, fixed(64), fixed(32)), Shape(16, 2, weights=HOST)),
     ErrorCase(
         DEMO, SIM, Case("weights from host, delegated", 32, fixed(32), fixed(96)),
-        Shape(16, 2, HOST, HOST, delegate=True),
+        Shape(16, 2, HOST, HOST, delegate="host"),
     ),
     ErrorCase(DEMO, CPU, Case("scored", 256, Lengths(32, 160), fixed(8)), None, score=True),
     ErrorCase(OPT, CPU, Case("scored, weights on disk", 48, Lengths(32, 96), fixed(8)),

@@ -269,9 +269,26 @@ def faults_block(folder: Path = RESULTS) -> str:
     return table(head, rows) + f"\n\nCommand: `{command}`"
 
 
+def published_block(folder: Path = RESULTS) -> str:
+    """Return the table of FlexGen's policies on a simulated accelerator, the latest record of each."""
+    newest = {x["case"]["name"]: x for x in records("published", folder=folder)}
+    rows = []
+    for name, x in newest.items():
+        used = [f"{x['peak_bytes'][tier] / 1e6:,.0f} of {x['limits'][tier] / 1e6:,.0f}" for tier in ("device", "host")]
+        rows.append((
+            f"`{name}`", f"{x['layers']}", f"{x['sequences']} x ({x['tokens'][0]} in, {x['tokens'][1]} out)", *used,
+            f"{x['peak_bytes']['disk'] / 1e6:,.0f}", f"{x['sweeps']}",
+            f"{short(x['predicted_seconds'])}, {short(x['seconds'])}", f"{x['rows_equal']} of {x['rows_checked']}",
+            x["time"][:10],
+        ))  # fmt: skip
+    head = ("policy", "layers", "block", "device, MB", "host, MB", "disk, MB", "sweeps", "predicted, taken s",
+            "rows equal", "day")  # fmt: skip
+    return table(head, rows) + "\n\nCommand: `python -m bench.published --out published.jsonl`"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "compare": compare_block, "compare on AVX2": avx2_block, "attention": attention_block, "sweeps": sweeps_block,
     "plan": plan_block, "rows": rows_block, "faults": faults_block, "scale": scale_block, "resident": resident_block,
-    "uses": uses_block, "devices": devices_block, "flash": flash_block,
+    "uses": uses_block, "devices": devices_block, "flash": flash_block, "published": published_block,
 }  # fmt: skip
 README_BLOCKS: dict[str, Callable[[], str]] = {"bounds": bounds_block}

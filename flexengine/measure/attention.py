@@ -27,7 +27,7 @@ from flexengine.plan.hardware import Capacity, Table
 from flexengine.plan.layout import lay_out
 from flexengine.plan.sizes import page_tokens
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy
+from flexengine.policy import HOST_CACHE, NO_CACHE, Policy
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence
@@ -80,7 +80,7 @@ class AttentionTrial:
         model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=())
         on_host = home == "host"
         policy = Policy(sequences, 1, cache=(float(not on_host), float(on_host), 0.0), prefill_tokens=sequences * count,
-                        delegate=on_host)  # fmt: skip
+                        delegate=HOST_CACHE if on_host else NO_CACHE)  # fmt: skip
         capacity = Capacity(None, None, None, self.machine.capacity.shared, self.machine.capacity.staged)
         layout = lay_out(model, policy, Workload({(tokens, 1): sequences}), capacity)
         lossy = Lossy(cache=facts.kv_form or None, sparse_attention=facts.topk)

@@ -14,7 +14,7 @@ from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import Layout, lay_out, lay_out_weights, left_bytes
 from flexengine.plan.min_memory import capacity_for, smallest
 from flexengine.plan.sizes import delegated
-from flexengine.policy import REQUESTS, Policy, Split, shares
+from flexengine.policy import NO_CACHE, REQUESTS, Policy, Split, shares
 from flexengine.schedule.place import reaches_workers
 
 MAX_BLOCK_SIZE = 1024  # sequences; bookkeeping of more sequences takes as long as they gain
@@ -145,7 +145,7 @@ class Candidates:
                 if batches > 1:  # a slightly smaller block, in case a memory is just too small
                     yield replace(policy, gpu_batch_size=batch, num_gpu_batches=batches - 1)
         yield replace(policy, slots=1, half_layers=False)
-        if policy.delegate and policy.slots == 2 and policy.weights[0] < 1 and self.cost.model.divisible:
+        if policy.delegates and policy.slots == 2 and policy.weights[0] < 1 and self.cost.model.divisible:
             yield replace(policy, half_layers=not policy.half_layers)
         for factor in (0.85, 1, 1.2):
             block = max(1, min(round(policy.block_size * factor), self.blocks()[0]))
@@ -230,7 +230,7 @@ def sensible(policy: Policy) -> Policy:
         split = shares(policy.cache)
         split["device"] += split.pop(WORKERS)
         policy = replace(policy, cache=tuple(split.values()), partition=REQUESTS, queries_first=False)
-    return policy if not policy.delegate or delegated(policy, TIERS) else replace(policy, delegate=False)
+    return policy if not policy.delegates or delegated(policy, TIERS) else replace(policy, delegate=NO_CACHE)
 
 
 def with_neurons(policy: Policy, model: ModelFacts, capacity: Capacity, laid_out: Callable[[Policy], Layout]) -> Policy:

@@ -228,7 +228,7 @@ class Cost:
             yield term._replace(seconds=term.seconds * min(self.cohorts, policy.num_gpu_batches))
         yield from data.cache()
         yield from data.hidden()
-        if policy.delegate or policy.works:
+        if policy.delegates or policy.works:
             yield from guest("delegation").terms(data)
             if self.hardware.engines > 1 and policy.works:
                 yield from guest("turns").terms(data, prompts, split)
@@ -244,7 +244,7 @@ class Cost:
 
     def slowing(self, policy: Policy) -> Talk:
         """Return `crosstalk` under a policy."""
-        if not (policy.delegate or policy.works or policy.half_layers):  # most policies of a search
+        if not (policy.delegates or policy.works or policy.half_layers):  # most policies of a search
             return self.crosstalk
         rows = max(1, self.workload.count)
         return cast(Talk, guest("delegation").slowing(self.crosstalk, self.hardware, policy, self.model, rows))

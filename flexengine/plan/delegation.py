@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexengine.errors import InvalidInput
-from flexengine.places import DEVICE, place_of, workers_in_memory, workers_of
+from flexengine.places import DEVICE, HOST, place_of, workers_in_memory, workers_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Capacity, Hardware, at
 from flexengine.plan.layout import CHOSEN, Layout
@@ -33,7 +33,7 @@ from flexengine.plan.terms import (
     routes,
 )
 from flexengine.plan.workload import Workload
-from flexengine.policy import HEADS, REQUESTS, ROTATIONAL, TOKENS, Policy
+from flexengine.policy import HEADS, REQUESTS, ROTATIONAL, TOKENS, Policy, shares
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes
 
@@ -67,20 +67,21 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
             f"the policy's share of {policy.works:g} on attention workers is no sequence of a block of"
             f" {policy.block_size}; raise the share, or leave it out"
         )
-    if policy.delegate and capacity.shared:
+    if policy.delegates and capacity.shared:
         raise InvalidInput(
-            "policy delegate is true, but on device 'cpu' RAM is the device, and attention"
-            " always runs there; set delegate to false"
+            f"policy delegate is {policy.delegate}, but on device 'cpu' RAM is the device, and attention"
+            " always runs there; set delegate to none"
         )
     for place in rows:
         if (members := len(policy.team(place, layout.places))) > 1:
             layout.desks[place] = aligned(rows[place] * (model.sent + model.fetched + 4 * model.heads))
             layout.book("device" if capacity.shared else "host", DESKS, members * layout.desks[place])
     by_cpu = [n for place, n in rows.items() if not place_of(place).worker]
-    if policy.delegate and not by_cpu:
+    if policy.delegates and not by_cpu:
+        share = sum(x for place, x in shares(policy.cache).items() if policy.attends(place) == HOST)
         raise InvalidInput(
-            f"policy delegate is true, but no sequence of a block of {policy.block_size} has cache on the host or a"
-            f" disk, whose share is {sum(policy.cache[1:]) - policy.works:g}; raise the share, or set delegate to false"
+            f"policy delegate is {policy.delegate}, but a share of {share:g} of the KV cache is no sequence of a block"
+            f" of {policy.block_size}; raise the share, or set delegate to none"
         )
     layout.delegation = {place: aligned(n * model.sent) for place, n in rows.items()}
     for tier in ("device",) if capacity.shared else ("device", "host"):
@@ -195,7 +196,8 @@ def half_layers(work: Lanes, last: Iterable[str], policy: Policy, sweeps: Profil
         work: seconds by lane and fraction.
         last: the lanes.
     """
-    whole = np.where((sweeps.prompt > 0) | (not policy.delegate) | (policy.cache[0] > 0), 1.0, 0.0)
+    here = any(share and policy.attends(place) == DEVICE for place, share in shares(policy.cache).items())
+    whole = np.where((sweeps.prompt > 0) | here, 1.0, 0.0)
     for lane in last:
         loads = {name: seconds for name, seconds in work[lane].items() if kind_of(name) == WEIGHTS}
         for name, seconds in (*work["device"].items(), *loads.items()):

@@ -159,7 +159,7 @@ def lay_out(
     layout.book("device" if capacity.shared else "host", ROWS, aligned(workload.reading))
     if model.experts:
         guest("neurons").book_experts(layout, model, sweep_tokens(policy, workload))
-    if policy.delegate or policy.works:
+    if policy.delegates or policy.works:
         guest("delegation").book(layout, model, capacity)
     for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")

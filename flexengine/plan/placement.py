@@ -14,7 +14,7 @@ from flexengine.plan.lp import SolverFailed, solve
 from flexengine.plan.problem import MemoryLimit, Problem, memories, phases
 from flexengine.plan.terms import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
 from flexengine.plan.workload import Workload
-from flexengine.policy import REQUESTS, Policy, Split, thousandths
+from flexengine.policy import ALL_CACHE, HOST_CACHE, NO_CACHE, REQUESTS, Policy, Split, delegate_of, thousandths
 from flexengine.schedule.place import cache_homes, reaches_workers
 
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # fraction of a memory to leave free in each retry
@@ -29,7 +29,7 @@ class Choice:
 
     cache: bool  # whether KV cache may
     hidden: bool  # whether hidden states may
-    delegate: bool = False  # whether attention is delegated for KV cache on the host
+    delegate: str = NO_CACHE  # as in `Policy`
     # split of the KV cache that has a share on attention workers, and that the program does not change; None if
     # workers have no share
     attended: Split | None = None
@@ -67,11 +67,12 @@ class Placement:
         return tuple(place for place in self.tried.cost.hardware.places if not place.worker)
 
     @property
-    def delegates(self) -> bool:
-        """Whether attention may be delegated: the host is not the device, and its rate of attention is known. With
-        assumed rates it is not: a cell may take ten times as long as they say."""
+    def delegates(self) -> tuple[str, ...]:
+        """Values of `Policy.delegate` to try. Attention may be delegated if the host is not the device, and its
+        rate of attention is known. With assumed rates it is not: a cell may take ten times as long as they say."""
         hardware = self.tried.cost.hardware
-        return hardware.host_attention > 0 and not hardware.shared and not hardware.assumed
+        known = hardware.host_attention > 0 and not hardware.shared and not hardware.assumed
+        return (HOST_CACHE, ALL_CACHE) if known else ()
 
     def solve_placement(self, shape: Policy, choice: Choice, wide: bool = False) -> bool:
         """Solve the placement of a block shape, round it, and lay it out. Skip a placement that is too slow.
@@ -134,8 +135,8 @@ class Placement:
 
     def _problem(self, shape: Policy, choice: Choice, rows: tuple[MemoryLimit, ...]) -> Problem:
         cost = self.tried.cost
-        delegates = choice.delegate and choice.attended is None
-        priced = replace(shape, cache=_ON_HOST, delegate=True) if delegates else shape
+        delegates = choice.delegate != NO_CACHE and choice.attended is None
+        priced = replace(shape, cache=_ON_HOST, delegate=choice.delegate) if delegates else shape
         split = self._attended(shape) if choice.attended else {"device": 1.0}
         parts = phases(cost, priced, cost.sweeps(shape, share=0.5 if choice.cache else 0.0), split)
         held = dict.fromkeys(fractions(workers_of(cost.hardware.places)), 0.0)
@@ -192,7 +193,7 @@ class Placement:
             weights=split,
             cache=split if choice.cache else choice.attended or ON_DEVICE,
             activations=split if choice.hidden else ON_DEVICE,
-            delegate=choice.delegate and (tier == "host" or choice.attended is not None),
+            delegate=choice.delegate if choice.attended else delegate_of(choice.delegate, split),
         )
         if policy not in self._corners:
             unlimited = self.tried.capacity.limited(dict.fromkeys(self.tried.capacity.places))
@@ -202,7 +203,7 @@ class Placement:
 
 def _bare(shape: Policy) -> Policy:
     """Return the shape with fixed splits, as a key for shapes that differ only in splits."""
-    return replace(shape, weights=_ON_DISK, cache=ON_DEVICE, activations=ON_DEVICE, delegate=False,
+    return replace(shape, weights=_ON_DISK, cache=ON_DEVICE, activations=ON_DEVICE, delegate=NO_CACHE,
                    partition=REQUESTS, queries_first=False)  # fmt: skip
 
 
@@ -211,7 +212,7 @@ def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Poli
         return thousandths([x for name, x in fractions.items() if kind_of(name) == kind])
 
     cache = choice.attended or split(CACHE)
-    delegate = choice.delegate and cache[1] > 0
+    delegate = delegate_of(choice.delegate, cache)
     return replace(shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN), delegate=delegate)
 
 

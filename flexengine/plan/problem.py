@@ -154,7 +154,7 @@ def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Affine:
     """Return the bytes of one tier. cache: as in `memories`, of this tier."""
     accounts = {at: layout.account[tier] for at, layout in corners.items()}
     hidden_moves = len({layout.policy.activations for layout in corners.values()}) > 1
-    delegates = any(layout.policy.delegate for layout in corners.values()) and not hidden_moves
+    delegates = any(layout.policy.delegates for layout in corners.values()) and not hidden_moves
     line = Affine(0.0)
     for what in dict.fromkeys(what for account in accounts.values() for what in account):
         booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}

@@ -16,7 +16,19 @@ from flexengine.places import TIERS, WORKERS, workers_in_memory
 from flexengine.plan.candidates import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Candidates
 from flexengine.plan.cost import Prediction
 from flexengine.plan.placement import Choice, Placement
-from flexengine.policy import FIXED, HEADS, ORDERS, PLACES, REQUESTS, TOKENS, Policy, Split, thousandths
+from flexengine.policy import (
+    FIXED,
+    HEADS,
+    NO_CACHE,
+    ORDERS,
+    PLACES,
+    REQUESTS,
+    TOKENS,
+    Policy,
+    Split,
+    delegate_of,
+    thousandths,
+)
 
 MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
 WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
@@ -59,7 +71,7 @@ def _stream(placement: Placement) -> None:
     """Solve the placement of every block size, with and without cache, hidden states and attention off the device."""
     tried = placement.tried
     choices = [Choice(cache, hidden) for cache, hidden in product((False, True), repeat=2)]
-    choices += [Choice(True, False, True)] if placement.delegates else []
+    choices += [Choice(True, False, delegate) for delegate in placement.delegates]
     for block, choice in product(tried.blocks(), choices):
         for shape in dict.fromkeys(tried.of(block, batch) for batch in (FIRST_GPU_BATCH, *FALLBACK_GPU_BATCHES)):
             if placement.solve_placement(shape, choice, wide=True):
@@ -131,8 +143,9 @@ def _try_neighbours(placement: Placement, prediction: Prediction) -> None:
             tried.attempt(replace(policy, partition=partition))
         for order in ORDERS if cost.hardware.engines > 1 else ():
             tried.attempt(replace(policy, order=order))
-    elif policy.cache[1] and not choice.hidden and placement.delegates:
-        tried.attempt(replace(policy, delegate=not policy.delegate))
+    elif not choice.hidden:
+        for delegate in dict.fromkeys(delegate_of(each, policy.cache) for each in (NO_CACHE, *placement.delegates)):
+            tried.attempt(replace(policy, delegate=delegate))
     same = [tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in tried.tokens]
     _move_weights(placement, min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
 

@@ -250,7 +250,7 @@ def test_held_out_cases_differ_from_the_recorded_ones_and_cover_what_was_promise
         lambda device, p: p.weights[2] > 0.5,
         lambda device, p: 0 < p.cache[2] < 1 and p.weights[0] == 1,
         lambda device, p: p.cache[2] > 0 and p.weights[2] > 0,
-        lambda device, p: p.delegate,
+        lambda device, p: p.delegates,
         lambda device, p: p.num_gpu_batches == 4,
     ):
         assert any(kind(*shape) for shape in shapes)

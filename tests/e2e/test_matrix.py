@@ -39,7 +39,8 @@ class Case(NamedTuple):
         overlap: as in EngineOptions.
         device: as in EngineOptions.
         family: of the model.
-        guest: what computes or loads in another way: "delegated" (attention on the CPU, of the cache off the device),
+        guest: what computes or loads in another way: "delegated" (attention on the CPU, of all cache off the device),
+            "host delegated" (of the cache on the host),
             "workers" (two attention workers), "stages" (two stages of a pipeline), "rows" (neurons or experts on
             demand), "halves" (halves of layers in a slot each).
         batches: gpu_batch_size and num_gpu_batches.
@@ -66,7 +67,8 @@ class Case(NamedTuple):
 VALUES = Case(
     weights=tuple(SPLITS), cache=tuple(SPLITS), activations=tuple(SPLITS), slots=(1, 2, 3),
     schedule=("row", "zigzag", "diagonal", "continuous"), overlap=(True, False), device=("sim", "cpu"),
-    family=("llama", "opt", "gemma3", "gpt-oss"), guest=("none", "delegated", "workers", "stages", "rows", "halves"),
+    family=("llama", "opt", "gemma3", "gpt-oss"),
+    guest=("none", "delegated", "host delegated", "workers", "stages", "rows", "halves"),
     batches=((8, 1), (3, 2), (2, 4)), prefill=(2048, 16), form=("exact", "int8"), sharing=(True, False),
 )  # type: ignore[arg-type]  # fmt: skip
 CASES = [Case(*values) for values in (
@@ -81,6 +83,10 @@ CASES = [Case(*values) for values in (
     ("host", "host", "host", 1, "diagonal", True, "sim", "opt", "delegated", (2, 4), 16, "exact", False),
     ("device", "disk", "disk", 3, "row", False, "sim", "gemma3", "delegated", (3, 2), 2048, "int8", True),
     ("mixed", "host", "mixed", 2, "continuous", False, "sim", "gpt-oss", "delegated", (8, 1), 16, "exact", False),
+    ("device", "mixed", "host", 3, "zigzag", True, "sim", "gemma3", "host delegated", (2, 4), 16, "int8", False),
+    ("host", "mixed", "device", 1, "row", False, "sim", "llama", "host delegated", (8, 1), 2048, "exact", True),
+    ("disk", "host", "disk", 2, "diagonal", True, "sim", "opt", "host delegated", (3, 2), 2048, "exact", True),
+    ("mixed", "mixed", "mixed", 2, "continuous", False, "sim", "gpt-oss", "host delegated", (2, 4), 16, "int8", True),
     ("disk", "host", "device", 1, "row", False, "sim", "llama", "workers", (3, 2), 2048, "exact", True),
     ("mixed", "disk", "device", 1, "diagonal", True, "cpu", "opt", "workers", (2, 4), 16, "exact", False),
     ("disk", "device", "device", 3, "continuous", False, "sim", "gemma3", "workers", (8, 1), 16, "exact", False),
@@ -109,7 +115,9 @@ IMPOSSIBLE: list[tuple[dict[str, tuple[Any, ...]], str]] = [
     ({"guest": ("workers",), "activations": ("host", "disk", "mixed")},
      "hidden states stay on the device while workers attend; Policy refuses"),
     ({"guest": ("delegated",), "cache": ("device",)}, "nothing is off the device to attend to; Policy refuses"),
-    ({"guest": ("delegated",), "device": ("cpu",)}, "RAM is the device, which attends itself; Engine refuses"),
+    ({"guest": ("host delegated",), "cache": ("device", "disk")}, "the host has nothing to attend to; Policy refuses"),
+    ({"guest": ("delegated", "host delegated"), "device": ("cpu",)},
+     "RAM is the device, which attends itself; Engine refuses"),
     ({"guest": ("halves",), "slots": (1, 3)}, "the halves have a slot each; Policy refuses"),
     ({"guest": ("halves",), "device": ("cpu",)}, "weights are read from RAM, which is the device; Engine refuses"),
     ({"guest": ("halves",), "family": ("gpt-oss",)}, "its experts are loaded on demand; Engine refuses"),
@@ -139,8 +147,8 @@ def policy_of(case: Case) -> Policy:
         cache = {"workers": 0.5, **{place: x / 2 for place, x in zip(("device", "host", "disk"), cache, strict=True)}}
     return Policy(
         *case.batches, SPLITS[case.weights], cache, SPLITS[case.activations], case.slots, case.schedule, case.prefill,
-        delegate=case.guest == "delegated", neurons=0.4 if case.guest == "rows" else 0.0,
-        half_layers=case.guest == "halves",
+        delegate={"delegated": "all", "host delegated": "host"}.get(case.guest, "none"),
+        neurons=0.4 if case.guest == "rows" else 0.0, half_layers=case.guest == "halves",
     )  # fmt: skip
 
 
@@ -150,7 +158,8 @@ def lossy_of(case: Case) -> Lossy:
 
 @pytest.mark.parametrize("refused", [
     {"guest": "workers", "activations": "host"}, {"guest": "delegated", "cache": "device"},
-    {"guest": "delegated", "cache": "host", "device": "cpu"}, {"guest": "halves"},
+    {"guest": "delegated", "cache": "host", "device": "cpu"}, {"guest": "host delegated", "cache": "disk"},
+    {"guest": "host delegated", "cache": "host", "device": "cpu"}, {"guest": "halves"},
     {"guest": "halves", "device": "sim", "family": "gpt-oss"}, {"guest": "halves", "device": "sim", "slots": 3},
     {"guest": "rows", "family": "llama"}, {"guest": "rows", "family": "gemma3"},
 ], ids=str)  # fmt: skip
@@ -207,6 +216,6 @@ def test_tokens(answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY)
         assert [r.error for r in results] == [None] * len(prompts)
         assert [r.token_ids for r in results] == expected
-        if case.guest in ("none", "delegated", "rows", "halves"):  # everything booked as planned
+        if case.guest in ("none", "delegated", "host delegated", "rows", "halves"):  # everything booked as planned
             for tier in engine.summary.peak_bytes:
                 assert engine.summary.peak_bytes[tier] <= engine.core.machine.tier(tier).ledger.peak

@@ -145,7 +145,7 @@ POLICIES = {
     "host in pieces": Policy(5, 2, cache=H, prefill_tokens=20, slots=3),
     "disk": Policy(4, 3, cache=K),
     "disk, one slot": Policy(3, 4, cache=K, prefill_tokens=17, slots=1),
-    "delegated": Policy(4, 3, cache=H, delegate=True),
+    "delegated": Policy(4, 3, cache=H, delegate="host"),
     "everywhere": Policy(2, 6, weights=MIX, cache=MIX, activations=MIX, schedule="diagonal"),
     "one at a time": Policy(1, 1),
 }

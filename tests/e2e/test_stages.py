@@ -31,7 +31,7 @@ POLICIES = {
     "in pieces": Policy(2, 3, prefill_tokens=11, schedule="diagonal"),
     "host": Policy(2, 4, weights=H, cache=H, activations=H, schedule="zigzag"),
     "disk": Policy(3, 2, weights=K, cache=K, activations=K, prefill_tokens=20, slots=1),
-    "delegated": Policy(3, 2, weights=H, cache=H, delegate=True, prefill_tokens=20, slots=3),
+    "delegated": Policy(3, 2, weights=H, cache=H, delegate="host", prefill_tokens=20, slots=3),
     "everywhere": Policy(2, 3, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=20),
 }
 TIERS = ("device", "host", "disk")

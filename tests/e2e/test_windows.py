@@ -195,8 +195,8 @@ POLICIES = {
     "host in pieces": Policy(3, 2, cache=H, prefill_tokens=40, slots=3),
     "disk": Policy(2, 3, cache=K),
     "disk in pieces": Policy(3, 2, cache=K, prefill_tokens=17, slots=1),
-    "delegated": Policy(2, 3, cache=H, delegate=True),
-    "delegated in pieces": Policy(2, 3, cache=H, delegate=True, prefill_tokens=40),
+    "delegated": Policy(2, 3, cache=H, delegate="host"),
+    "delegated in pieces": Policy(2, 3, cache=H, delegate="host", prefill_tokens=40),
     "everywhere": Policy(2, 3, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=50, schedule="diagonal"),
 }
 

@@ -108,7 +108,7 @@ def test_no_plan_is_slower_than_streaming_all_weights(known: Any) -> None:
     told = Cost(facts(), known(), WORK).of(STREAMED, CAPACITY)
     assert told is not None
     assert chosen.total_seconds <= told.total_seconds
-    assert not chosen.policy.delegate  # there the device waited for the CPU: no price of lanes that overlap holds
+    assert not chosen.policy.delegates  # there the device waited for the CPU: no price of lanes that overlap holds
     assert priced(chosen.policy).total_seconds <= 1.02 * priced(STREAMED).total_seconds
 
 
@@ -117,7 +117,7 @@ def test_assumed_rates_put_no_cache_on_a_disk_and_delegate_nothing(known: Any) -
     """With rates of a file, which differ in `assumed` alone, they may."""
     policy = search(facts(), known(), WORK).best.policy
     assert not any(share for place, share in shares(policy.cache).items() if place_of(place).disk)
-    assert not policy.delegate
+    assert not policy.delegates
 
 
 def test_a_cache_that_memory_cannot_hold_goes_to_the_disk() -> None:

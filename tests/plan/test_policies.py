@@ -99,7 +99,7 @@ def test_the_table_is_what_the_commands_print(name: str) -> None:
     splits = {"weights on GPU / CPU / disk": p.weights, "KV cache": p.cache, "activations": p.activations}
     for row, split in splits.items():
         assert said(row, name) == pytest.approx([100 * share for share in split], abs=0.06)
-    assert cell("attention on the CPU", name) == ("yes" if p.delegate else "no")
+    assert cell("attention on the CPU", name) == ("yes" if p.delegates else "no")
     assert cell("slowest lane", name) == auto["bottleneck"]
 
 
@@ -109,7 +109,7 @@ def test_published_policies_fit_as_given(name: str) -> None:
     given = dict(options(name))
     policy = Policy.load(shipped.find("policies", given["--compare"]))
     shape = (policy.gpu_batch_size, policy.num_gpu_batches, policy.weights, policy.cache, policy.activations)
-    assert (*shape, policy.delegate) == SUITE[name]
+    assert (*shape, policy.delegates) == SUITE[name]
     lossy = Lossy(given.get("--weights"), cache=given.get("--cache"))
     facts = open_model(
         shipped.find("models", name.split(",")[0].lower()), None, "cuda", weights=False, lossy=lossy

@@ -71,7 +71,7 @@ def test_groups_want_more_and_disks_read_what_lies_between() -> None:
 
 def test_delegation_and_resident_caches_load_no_values() -> None:
     model, work = opt(4, 2048, 32), Workload({(256, 8): 32})
-    for policy in (Policy(16, 2, schedule="zigzag"), Policy(16, 2, cache=HOST, schedule="zigzag", delegate=True)):
+    for policy in (Policy(16, 2, schedule="zigzag"), Policy(16, 2, cache=HOST, schedule="zigzag", delegate="host")):
         assert predicted(replace(model, topk=0.1), work, policy).busy == predicted(model, work, policy).busy
 
 

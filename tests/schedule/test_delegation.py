@@ -190,7 +190,7 @@ def delegating(draw: st.DrawFn, slots: int, routes: Routes = STAGED) -> Job:
     """Draw a job that delegates attention."""
     job = draw(jobs(slots, routes))
     caches = CACHES + MORE_CACHES if "disk2" in routes.load else CACHES
-    policy = replace(job.policy, cache=draw(st.sampled_from(caches)), delegate=True)
+    policy = replace(job.policy, cache=draw(st.sampled_from(caches)), delegate=draw(st.sampled_from(["host", "all"])))
     return job._replace(policy=policy, rows=[(prompt, new + 1) for prompt, new in job.rows])
 
 
@@ -408,7 +408,7 @@ def test_sweeps_delegate_decoding_sequences_off_the_device_apart_from_prompts(jo
         batches = sweeps.begin(lambda sequence, pages: None)
         for batch in batches:
             generated = [sweeps.live[p.sequence].generated > 0 for p in batch.pieces]
-            by_cpu = batch.cache_home != "device" and not (batch.cache_home == "disk" and policy.cache[1])
+            by_cpu = batch.cache_home == "host" or (batch.cache_home != "device" and policy.delegate == "all")
             assert batch.delegated == (by_cpu and any(generated))
             if batch.delegated:
                 assert all(generated)
@@ -430,7 +430,7 @@ def delegated(job: Job) -> int:
 
 @given(job=delegating(2))
 def test_sweeps_delegate_nothing_where_the_policy_does_not_say_so(job: Job) -> None:
-    assert delegated(job._replace(policy=replace(job.policy, delegate=False))) == 0
+    assert delegated(job._replace(policy=replace(job.policy, delegate="none"))) == 0
 
 
 def test_some_jobs_delegate_in_several_sweeps() -> None:

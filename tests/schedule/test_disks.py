@@ -30,7 +30,7 @@ def spread(case: Demanding) -> Demanding:
     """Return the job with the embedding on the second disk, and with cache and activations on both disks if the device
     attends."""
     policy = case.job.policy
-    if not policy.delegate:
+    if not policy.delegates:
         policy = replace(policy, cache=CACHE, activations=ACTIVATIONS)
     return case._replace(job=case.job._replace(policy=policy), demand=replace(case.demand, embedding=SECOND))
 

@@ -32,7 +32,7 @@ from tests.helpers.attention_workers import thread_workers
 from tests.helpers.families import LENGTHS, NEW
 from tests.helpers.softmax import dense
 
-ON_HOST: dict[str, Any] = dict(cache=(0, 1, 0), delegate=True)
+ON_HOST: dict[str, Any] = dict(cache=(0, 1, 0), delegate="host")
 TENSOR = TensorFact("w", 64, 4, 4)
 # Two query heads for each KV head; layers of one head width and of less.
 MODEL = ModelFacts(((TENSOR,),) * 3, (), TENSOR, None, 601, 64, 128, 4, 2, 16, 4)
@@ -293,13 +293,13 @@ def test_a_job_runs_with_an_attender_at_another_place(
         return made[-1]
 
     def attends(policy: Policy, cache_home: str) -> str:
-        return "beside" if policy.delegate and cache_home == "host" else "device"
+        return "beside" if policy.delegates and cache_home == "host" else "device"
 
     monkeypatch.setitem(attend.ATTENDERS, "beside", make)
     monkeypatch.setitem(STAGED.attend, "beside", ("out", "cpu beside", "back"))
     monkeypatch.setattr(Policy, "attends", attends)
     known = families(family)
-    policy = Policy(2, 4, cache=(0, 0.7, 0.3), weights=(0.4, 0.3, 0.3), delegate=True)
+    policy = Policy(2, 4, cache=(0, 0.7, 0.3), weights=(0.4, 0.3, 0.3), delegate="host")
     with Engine(known.directory, policy=policy, device="sim", overlap=overlap) as engine:
         results = engine.generate(known.rows, SamplingParams(max_tokens=NEW, ignore_eos=True))
         assert [r.error for r in results] == [None] * len(LENGTHS)

@@ -43,6 +43,7 @@ GRID: list[tuple[dict[str, Any], bool]] = [
     (dict(gpu_batch_size=3, num_gpu_batches=3, cache=H, weights=(0.2, 0.8, 0), activations=H, half_layers=True), True),
     (dict(gpu_batch_size=2, num_gpu_batches=4, cache=MIX, weights=K, schedule="zigzag", half_layers=True), True),
     (dict(gpu_batch_size=8, num_gpu_batches=1, cache=K, weights=MIX, activations=K, half_layers=True), False),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, cache=MIX, weights=MIX, delegate="host", half_layers=True), True),
 ]  # fmt: skip
 # Grouped heads, a window, a soft cap, sinks, ALiBi, and plain heads: the first under every policy.
 SPECIAL = ("llama", "mistral", "gemma2", "gpt-oss", "bloom", "opt")
@@ -57,7 +58,7 @@ RUNS += [(name, case) for name in SPECIAL[1:] for case in HALVES if name != "gpt
 def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family: str, case: int) -> None:
     known = families(family)
     fields, overlap = GRID[case]
-    policy = Policy(**fields, delegate=True)
+    policy = Policy(**{"delegate": "all", **fields})
     with Engine(known.directory, policy=policy, device="sim", overlap=overlap, offload_dir=tmp_path) as engine:
         results = engine.generate(known.rows, GREEDY)
         assert [r.error for r in results] == [None] * len(LENGTHS)
@@ -89,7 +90,7 @@ def test_policies_that_flexgen_published_run_as_given(families: Any, tmp_path: P
     with Engine(known.directory, device="sim", **options, **memory) as engine:
         assert [r.token_ids for r in engine.generate(rows, GREEDY)] == expected
         assert engine.summary.peak_bytes == {t: layout.total(t) for t in ("device", "host", "disk")}
-        assert (engine.summary.busy.get("cpu", 0) > 0) == policy.delegate
+        assert (engine.summary.busy.get("cpu", 0) > 0) == policy.delegates
 
 
 LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sparse_attention=0.3),
@@ -102,10 +103,10 @@ LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sp
 def test_lossy_caches_give_the_tokens_they_give_undelegated(families: Any, family: str, lossy: Lossy) -> None:
     known, found = families(family), []
     fields: dict[str, Any] = dict(gpu_batch_size=3, num_gpu_batches=3, cache=(0.3, 0.4, 0.3), weights=(0.5, 0.5, 0))
-    for delegate in (False, True):
+    for delegate in ("none", "host", "all"):
         with Engine(known.directory, policy=Policy(**fields, delegate=delegate), device="sim", lossy=lossy) as engine:
             found.append([r.token_ids for r in engine.generate(known.rows, GREEDY)])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 # Bytes and memory.
@@ -125,7 +126,7 @@ def measured(family: Any, policy: Policy, tmp_path: Path, **options: Any) -> dic
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
 def test_bytes_of_a_delegated_token(families: Any, tmp_path: Path, family: str) -> None:
     """Down queries, key and value, up the output, per token and layer; pages go down once, when the prompt is done."""
-    got = measured(families(family), Policy(4, 2, cache=H, delegate=True), tmp_path)
+    got = measured(families(family), Policy(4, 2, cache=H, delegate="host"), tmp_path)
     tokens = len(LENGTHS) * (NEW - 1)
     down = got["layers"] * tokens * (got["heads"] + 2 * got["kv"]) * got["dim"] * 4
     up = got["layers"] * tokens * got["heads"] * got["dim"] * 4
@@ -137,19 +138,19 @@ def test_bytes_of_a_delegated_token(families: Any, tmp_path: Path, family: str) 
     assert got["bytes"] == {"h2d": up, "d2h": down + pages, "disk_read": 0, "disk_write": 0}
 
 
-@pytest.mark.parametrize("cache", [(0, 0.5, 0.5), K])
+@pytest.mark.parametrize(("cache", "delegate"), [((0, 0.5, 0.5), "host"), ((0, 0.5, 0.5), "all"), (K, "all")])
 def test_pages_on_a_disk_cross_no_link_if_the_cpu_attends(
-    families: Any, tmp_path: Path, cache: tuple[float, ...]
+    families: Any, tmp_path: Path, cache: tuple[float, ...], delegate: str
 ) -> None:
     """Of each sequence that the CPU attends to: down queries, key and value, up the output. The disk moves the same
-    pages. With KV cache in RAM, the CPU attends to that only, and pages of the disk cross."""
+    pages. If the CPU attends to KV cache in RAM only, pages of the disk cross."""
     moved, there = (measured(families("llama"), Policy(4, 2, cache=cache, schedule="zigzag", delegate=d), tmp_path)
-                    for d in (False, True))  # fmt: skip
+                    for d in ("none", delegate))  # fmt: skip
     for link in ("disk_read", "disk_write"):
         assert moved["bytes"][link] == there["bytes"][link] > 0
     tokens, page = there["layers"] * len(LENGTHS) * (NEW - 1), there["page"]
     assert there["bytes"]["disk_read"] == cache[2] * tokens * page
-    by_cpu, crossing = cache[1] or 1, cache[1] > 0
+    by_cpu, crossing = (cache[1], 1) if delegate == "host" else (1, 0)
     up = by_cpu * tokens * there["heads"] * there["dim"] * 4
     assert there["bytes"]["h2d"] == up + crossing * there["bytes"]["disk_read"]
     down = tokens * (there["heads"] + 2 * there["kv"]) * there["dim"] * 4 + there["layers"] * len(LENGTHS) * page
@@ -170,7 +171,7 @@ def test_staging_has_room_for_sequences_that_share_nothing_with_each_other(tmp_p
     sizes = [(512 + more, NEW) for more in (1, 41)]
     work = Workload(dict.fromkeys(sizes, 8), dict.fromkeys(sizes, 256.0), len(stems), longest_stem=512)
     found = []
-    for delegate in (False, True):
+    for delegate in ("none", "all"):
         policy = Policy(8, 2, cache=K, schedule="zigzag", delegate=delegate)
         with Engine(tmp_path / "model", policy=policy, device="sim") as engine:
             found.append([r.token_ids for r in engine.generate(rows, GREEDY)])
@@ -182,7 +183,7 @@ def test_staging_has_room_for_sequences_that_share_nothing_with_each_other(tmp_p
 
 
 def test_hidden_states_of_delegated_sequences_cross_the_link(families: Any, tmp_path: Path) -> None:
-    here, away = (measured(families("llama"), Policy(4, 2, cache=H, activations=a, delegate=True), tmp_path)
+    here, away = (measured(families("llama"), Policy(4, 2, cache=H, activations=a, delegate="host"), tmp_path)
                   for a in ((1, 0, 0), H))  # fmt: skip
     tokens = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
     crossing = (here["layers"] - 1) * tokens * here["hidden"] * 4
@@ -192,7 +193,7 @@ def test_hidden_states_of_delegated_sequences_cross_the_link(families: Any, tmp_
 
 def test_halves_of_layers_take_the_room_of_one(families: Any, tmp_path: Path) -> None:
     """Each half crosses the link once a sweep, like the whole; its slot is as large as the half."""
-    fields: dict[str, Any] = dict(cache=H, weights=H, schedule="zigzag", delegate=True)
+    fields: dict[str, Any] = dict(cache=H, weights=H, schedule="zigzag", delegate="host")
     whole, halves = (measured(families("opt"), Policy(4, 2, half_layers=half, **fields), tmp_path)
                      for half in (False, True))  # fmt: skip
     assert whole["bytes"] == halves["bytes"]
@@ -216,7 +217,7 @@ def test_layers_with_experts_are_not_halved(families: Any) -> None:
 
 @pytest.mark.parametrize("fields", [dict(cache=H), dict(cache=MIX, weights=MIX, slots=3), dict(cache=(0.2, 0.8, 0))])
 def test_memory_is_booked_to_the_byte(families: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
-    policy = Policy(gpu_batch_size=3, num_gpu_batches=3, **fields, delegate=True)
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=3, **fields, delegate="host")
     layout = measured(families("llama"), policy, tmp_path)["layout"]
     there = 9 - round(9 * fields["cache"][0])  # sequences
     row = (4 + 2 * 2) * 16 * 4
@@ -226,7 +227,7 @@ def test_memory_is_booked_to_the_byte(families: Any, tmp_path: Path, fields: dic
 
 
 def test_host_memory_is_enough_at_the_predicted_peak_and_not_a_page_less(families: Any, tmp_path: Path) -> None:
-    policy = Policy(4, 2, cache=H, schedule="zigzag", delegate=True)
+    policy = Policy(4, 2, cache=H, schedule="zigzag", delegate="host")
     need = measured(families("llama"), policy, tmp_path)["peak_bytes"]["host"]
     assert measured(families("llama"), policy, tmp_path, host_mem=need + ALIGN)["sweeps"] == NEW
     tight = measured_sweeps(families("llama"), policy, tmp_path, need - ALIGN)
@@ -241,7 +242,7 @@ def measured_sweeps(family: Any, policy: Policy, tmp_path: Path, host_mem: int) 
 
 def test_the_trace_shows_the_host_at_work(families: Any, tmp_path: Path) -> None:
     known = families("llama")
-    policy = Policy(4, 2, cache=H, delegate=True)
+    policy = Policy(4, 2, cache=H, delegate="host")
     with Engine(known.directory, policy=policy, device="sim", trace=tmp_path / "t.json") as e:
         e.generate(known.rows, GREEDY)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -263,9 +264,9 @@ def test_the_host_lane_waits_for_the_gpu_itself() -> None:
 
 def test_refused_where_ram_is_the_device(families: Any) -> None:
     known = families("llama")
-    policy = Policy(4, 2, cache=(0.5, 0.5, 0), delegate=True)
+    policy = Policy(4, 2, cache=(0.5, 0.5, 0), delegate="host")
     with Engine(known.directory, policy=policy, device="cpu") as engine:
-        with pytest.raises(InvalidInput, match="delegate is True, but on device 'cpu' RAM is the device"):
+        with pytest.raises(InvalidInput, match="delegate is host, but on device 'cpu' RAM is the device"):
             engine.generate(known.rows, GREEDY)
         assert all(engine.core.machine.tier(t).ledger.peak == 0 for t in ("device", "host", "disk"))
 
@@ -279,8 +280,8 @@ def test_halves_are_refused_where_ram_is_the_device(families: Any) -> None:
 
 def test_refused_where_the_share_is_less_than_a_sequence(families: Any) -> None:
     known = families("llama")
-    with Engine(known.directory, policy=Policy(2, 1, cache=(0.9, 0.1, 0), delegate=True), device="sim") as engine:
-        with pytest.raises(InvalidInput, match="no sequence of a block of 2 has cache on the host or a"):
+    with Engine(known.directory, policy=Policy(2, 1, cache=(0.9, 0.1, 0), delegate="host"), device="sim") as engine:
+        with pytest.raises(InvalidInput, match=r"a share of 0\.1 of the KV cache is no sequence of a block of 2;"):
             engine.generate(known.rows, GREEDY)
         assert engine.core.machine.host.ledger.peak == engine.core.machine.device.ledger.peak == 0
 
@@ -360,7 +361,7 @@ def test_layouts_book_delegation_for_any_model() -> None:
     rng = random.Random(3)
     endless = Capacity(None, None, None, shared=False, staged=True)
     for _ in range(30):
-        model, policy = model_of(rng), Policy(4, 3, cache=(0.5, 0.5, 0), delegate=True)
+        model, policy = model_of(rng), Policy(4, 3, cache=(0.5, 0.5, 0), delegate="host")
         work = Workload({(20, 5): 30})
         with_, without = (lay_out(model, p, work, endless) for p in (policy, Policy(4, 3, cache=(0.5, 0.5, 0))))
         more = {t: with_.total(t) - without.total(t) for t in ("device", "host", "disk")}

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(NEW, ignore_eos=True)
 SPLIT = (0.4, 0.3, 0.3)
 POLICIES = {
     "spread": Policy(gpu_batch_size=2, num_gpu_batches=4, weights=SPLIT, cache=SPLIT, activations=SPLIT),
-    "delegated": Policy(gpu_batch_size=4, num_gpu_batches=2, cache=(0.5, 0.5, 0), delegate=True),
+    "delegated": Policy(gpu_batch_size=4, num_gpu_batches=2, cache=(0.5, 0.5, 0), delegate="host"),
     "resident": Policy(gpu_batch_size=8, num_gpu_batches=1),
 }
 

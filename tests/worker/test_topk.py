@@ -175,7 +175,7 @@ def test_exact_and_delegated_caches_move_as_ever(families: Any) -> None:
     found, bytes_ = run(known.directory, known.rows, policy, Lossy())
     assert found == known.expected
     lossy = Lossy(sparse_attention=0.3)
-    with Engine(known.directory, policy=replace(policy, delegate=True), device="sim", lossy=lossy) as engine:
+    with Engine(known.directory, policy=replace(policy, delegate="host"), device="sim", lossy=lossy) as engine:
         delegated = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
         model, layers = engine.facts, len(engine.facts.layers)
         assert engine.summary.bytes["h2d"] == layers * len(known.rows) * (NEW - 1) * model.fetched

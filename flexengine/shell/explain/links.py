@@ -24,7 +24,7 @@ from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.min_memory import planned
 from flexengine.plan.terms import CACHE, fraction
 from flexengine.plan.workload import Workload
-from flexengine.policy import REQUESTS, TOKENS, Policy
+from flexengine.policy import HOST_CACHE, NO_CACHE, REQUESTS, TOKENS, Policy
 
 SHORTEST, LONGEST = 16, 1 << 17  # prompt tokens that are tried
 CLOSE = 1.02  # ratio of two lengths that count as one
@@ -41,9 +41,9 @@ class PromptRange(NamedTuple):
 
 def near(cost: Cost, policy: Policy) -> Prediction | None:
     """Return the fastest prediction of a policy with its KV cache near; None if none fits."""
-    caches = [((1.0, 0.0, 0.0), False)]  # and whether attention is delegated
-    caches += [] if cost.hardware.shared else [((0.0, 1.0, 0.0), False), ((0.0, 1.0, 0.0), True)]
-    alone = replace(policy, cache=(1, 0, 0), delegate=False, partition=REQUESTS, queries_first=False)
+    caches = [((1.0, 0.0, 0.0), NO_CACHE)]  # and the sequences whose attention is delegated
+    caches += [] if cost.hardware.shared else [((0.0, 1.0, 0.0), NO_CACHE), ((0.0, 1.0, 0.0), HOST_CACHE)]
+    alone = replace(policy, cache=(1, 0, 0), delegate=NO_CACHE, partition=REQUESTS, queries_first=False)
     others = (replace(alone, cache=cache, delegate=delegate) for cache, delegate in caches)
     found = (cost.of(other, planned(cost.hardware.capacity)) for other in others)
     return min(filter(None, found), key=lambda p: p.total_seconds, default=None)

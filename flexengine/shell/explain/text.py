@@ -19,7 +19,7 @@ from flexengine.plan.rates import origin
 from flexengine.plan.search import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.terms import CACHE, WEIGHTS, fraction, routes
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy
+from flexengine.policy import ALL_CACHE, Policy
 from flexengine.shell.explain.links import price_words, worker_words
 from flexengine.shell.explain.stagger import sharing_words
 from flexengine.shell.explain.whatif import Help
@@ -102,8 +102,10 @@ def policy_words(policy: Policy) -> list[str]:
         f"            schedule {policy.schedule}: {SCHEDULES[policy.schedule]}",
         f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
-    if policy.delegate:
-        where = "on the host" if policy.cache[1] else "on a disk"
+    if policy.delegates:
+        where = "on the host"
+        if policy.delegate == ALL_CACHE:
+            where = "off the device; pages of disks are read to host RAM" if policy.cache[1] else "on a disk"
         lines.append(f"            attention is delegated: the CPU computes it for sequences whose cache is {where}")
     if policy.queries_first:
         lines.append("            queries go first: workers attend to cached tokens while keys and values are computed")

@@ -27,7 +27,7 @@ PART = "whose KV cache it held"
 CHUNKS = dict(gpu_batch_size=3, num_gpu_batches=3, cache={"workers": 0.5, "device": 0.2, "disk": 0.3},
               weights=(0.4, 0.3, 0.3), prefill_tokens=7)  # fmt: skip
 BY_REQUESTS = dict(gpu_batch_size=2, num_gpu_batches=4, cache={"workers": 0.7, "device": 0.3})
-ON_HOST = dict(gpu_batch_size=4, num_gpu_batches=2, cache={"workers": 0.5, "host": 0.5}, delegate=True, slots=1)
+ON_HOST = dict(gpu_batch_size=4, num_gpu_batches=2, cache={"workers": 0.5, "host": 0.5}, delegate="host", slots=1)
 
 
 class Job:

@@ -71,7 +71,7 @@ def test_orders(batches, stems, number, another, texts, events) -> None:  # type
 @given(st.dictionaries(st.tuples(COUNT, COUNT), COUNT, max_size=3), REAL)
 def test_jobs(sizes: dict[tuple[int, int], int], spared: float) -> None:
     workload = Workload(sizes, dict.fromkeys(sizes, spared), scored=3)
-    policy = Policy(3, weights=(0.125, 0.25, 0.625), cache=(0.0, 1.0, 0.0), slots=1, delegate=True)
+    policy = Policy(3, weights=(0.125, 0.25, 0.625), cache=(0.0, 1.0, 0.0), slots=1, delegate="host")
     job = JobOrder(workload=workload, lossy=Lossy(weights=("int8", None), cache="int8"), policy=policy)
     assert unpack(pack(job), JobOrder) == replace(job, lost=[])
 

@@ -43,7 +43,7 @@ def test_seconds_on_both_sides_of_an_end() -> None:
     def gain(prompt: int) -> float:
         rows = Workload({(prompt, 16): 64})
         others = [replace(POLICY, cache=(1, 0, 0)), replace(POLICY, cache=(0, 1, 0)),
-                  replace(POLICY, cache=(0, 1, 0), delegate=True)]  # fmt: skip
+                  replace(POLICY, cache=(0, 1, 0), delegate="host")]  # fmt: skip
         best = min(predicted(facts, rows, other, TIGHT).total_seconds for other in others)
         return best / predicted(facts, rows, POLICY, TIGHT).total_seconds
 
