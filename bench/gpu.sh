@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The GPU checks in one command, under 8 minutes on one large GPU, without a network:
 #   bench/gpu.sh [DIR]      DIR: where the OPT-13B-shaped checkpoint is made or reused (26 GB; default: a temporary folder)
-# First `pytest -m cuda tests` (the checkpoint is made meanwhile), then bench/gpu/__main__.py. JSON lines go to
+# First `pytest -m cuda tests` (the checkpoint is made meanwhile), then bench/gpu/__main__.py: kernels, attention workers
+# on the GPU, jobs with streamed weights. JSON lines go to
 # bench/results/gpu.jsonl, or to $OUT (a file, or a folder to put gpu.jsonl in); a table comes last.
 # PYTHON: the interpreter (default python3). Exit code: 0 only if the tests and every run passed.
 set -u

@@ -35,6 +35,17 @@ def parse_size(text: str | int, option: str) -> int:
     return round(size)
 
 
+DEVICE_NAME = re.compile(r"cpu|sim|cuda(:[0-9]{1,2})?")  # of an attention worker
+
+
+def started_workers(given: int | Sequence[str]) -> tuple[str, ...] | None:
+    """Return the device of each attention worker that is to be started, such as cpu or cuda:1; None if `given` is no
+    number of processes and has no devices, but addresses of running workers."""
+    if isinstance(given, int):
+        return ("cpu",) * given
+    return tuple(given) if given and all(map(DEVICE_NAME.fullmatch, given)) else None
+
+
 MAX_STOPS = 16
 _MAX_COUNT = 2**31 - 1
 _ABOVE_ZERO = math.ulp(0.0)

@@ -2,9 +2,10 @@
 
 python -m bench.gpu DIR [--out FILE] [--seconds 260]   (DIR: where the checkpoint is made or reused; 26 GB)
 
-First the kernels by themselves (bench.gpu.kernels), one JSON line per figure. Then one line per case, each run in its
-own process, as many as fit in --seconds; then a table. `share_of_bound` is the time that the streamed bytes take at the
-measured pinned host-to-device rate, divided by the run's time.
+First the kernels by themselves (bench.gpu.kernels), one JSON line per figure, and attention workers on the GPU
+(bench.gpu.attention), one per job; their tokens must be equal. Then one line per case, each run in its own process, as
+many as fit in --seconds; then a table. `share_of_bound` is the time that the streamed bytes take at the measured pinned
+host-to-device rate, divided by the run's time.
 """
 
 import argparse
@@ -17,9 +18,12 @@ from typing import Any
 
 from bench import harness
 from bench.cases import GPU, GpuCase, fixed
+from bench.gpu import attention as gpu_attention
 from bench.gpu import kernels as gpu_kernels
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, make
+
+WORKERS_SECONDS = 100.0  # of bench.gpu.attention, about
 
 
 def policy_of(case: GpuCase) -> Record | None:
@@ -114,6 +118,12 @@ def main() -> int:
         gpu_kernels.run(gpu_kernels.SMOKE, "cpu", args.out)
     else:
         gpu_kernels.run(gpu_kernels.GpuKernelCase(), device, args.out)
+    equal = True
+    if args.smoke or end - time.monotonic() > WORKERS_SECONDS:
+        workers = gpu_attention.SMOKE if args.smoke else gpu_attention.AttentionCase()
+        equal = gpu_attention.run(workers, args.directory, args.out)
+    else:
+        print("not run, no time left: attention workers", file=sys.stderr)
     rate = h2d_rate(device)
     records = []
     for case in cases:
@@ -123,7 +133,7 @@ def main() -> int:
         records.append(run_case(case, model, device, rate, left))
         harness.emit(records[-1], args.out)
     print(table(records))
-    return int(any("error" in record["run"] for record in records))
+    return int(not equal or any("error" in record["run"] for record in records))
 
 
 if __name__ == "__main__":

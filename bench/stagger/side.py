@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bench.stagger.slow_replica import SECONDS
 from flexengine import Engine, Links, Policy, SamplingParams
+from flexengine.guests.attention_workers.answers import Answers, PendingQuestion
 from flexengine.guests.attention_workers.pool import WorkerPool
-from flexengine.guests.attention_workers.server import AttentionServer, PendingQuestion
 from flexengine.guests.attention_workers.workers import address_of, serve_forever
 from flexengine.guests.replicas.client import Replica
 from flexengine.guests.replicas.worker import TurnsWorker
@@ -29,15 +29,15 @@ from flexengine.schedule.tasks import Op, Task
 
 def pool(job: dict[str, Any]) -> None:
     """Serve engines until the process is ended."""
-    attend = AttentionServer._attend
+    attend = Answers.attend
 
-    def slowed(self: AttentionServer, asked: PendingQuestion) -> tuple[Tensor, ...]:
+    def slowed(self: Answers, asked: PendingQuestion) -> tuple[Tensor, ...]:
         end = time.perf_counter() + job["seconds"]
         answer = attend(self, asked)
         time.sleep(max(0.0, end - time.perf_counter()))
         return answer
 
-    AttentionServer._attend = slowed  # type: ignore[method-assign]
+    Answers.attend = slowed  # type: ignore[method-assign]
     with socket.create_server(address_of(job["address"])) as server:
         say = lambda text: print(text, file=sys.stderr)  # noqa: E731
         serve_forever(server, WorkerPool(1 << 26), say, secret_for("127.0.0.1"))

@@ -45,15 +45,15 @@ def make_family(name: str, folder: Path) -> Path:
     return directory
 
 
-def serve(count: int, stack: ExitStack, memory: str = "16M") -> list[str]:
-    """Start workers that listen on the loopback interface. Return their addresses. memory: of each."""
-    addresses = []
+def serve(count: int, stack: ExitStack, memory: str = "16M", device: str = "cpu") -> list[str]:
+    """Start workers that listen on the loopback interface. Return their addresses. memory, device: of each."""
+    addresses, processes = list[str](), list["subprocess.Popen[bytes]"]()
     for _ in range(count):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             addresses.append(f"127.0.0.1:{free.getsockname()[1]}")
-        words = ["serve-attention", addresses[-1], "--worker-mem", memory, "-q"]
-        process = subprocess.Popen([sys.executable, "-m", "flexengine", *words])
+        words = ["serve-attention", addresses[-1], "--worker-mem", memory, "--device", device, "-q"]
+        processes.append(process := subprocess.Popen([sys.executable, "-m", "flexengine", *words]))
         stack.callback(process.wait)
         stack.callback(process.terminate)
     for address in addresses:
@@ -61,7 +61,9 @@ def serve(count: int, stack: ExitStack, memory: str = "16M") -> list[str]:
             try:
                 socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 1).close()
                 break
-            except OSError:
+            except OSError as error:
+                if any(process.poll() is not None for process in processes):
+                    raise RuntimeError(f"an attention worker has ended, which should listen at {address}") from error
                 time.sleep(0.2)
     return addresses
 

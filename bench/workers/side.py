@@ -1,9 +1,10 @@
 """One side of a case: a process that generates, with or without attention workers.
 
 python -m bench.workers.side JOB.json, with the fields: model, device, memory, host, links, policy (null lets the
-planner choose), workers (a number, or addresses), worker_mem, lossy, rows (token ids), tokens, measure (whether the
-machine's rates are measured first), force (use workers, under the best policy with them that the search finds), kills
-(number of workers to kill while the rows are generated again and again), kill_seconds (most seconds between two kills).
+planner choose), workers (a number, devices or addresses), worker_mem, dtype, lossy, rows (token ids), tokens, measure
+(whether the machine's rates are measured first), force (use workers, under the best policy with them that the search
+finds), kills (number of workers to kill while the rows are generated again and again), kill_seconds (most seconds
+between two kills).
 Prints one JSON object.
 """
 
@@ -54,6 +55,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"links": Links(**job["links"])} if job.get("links") else {}
     if job.get("workers"):
         options |= {"attention_workers": job["workers"], "worker_mem": job.get("worker_mem")}
+    if job.get("dtype"):
+        options["dtype"] = job["dtype"]
     with tempfile.TemporaryDirectory(dir=job.get("folder")) as folder, Engine(
         job["model"], device=job["device"], device_mem=job.get("memory"), host_mem=job.get("host"), offload_dir=folder,
         policy=Policy(**policy) if policy else None, lossy=Lossy(**job.get("lossy", {})), progress=False, **options,
@@ -65,7 +68,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("kills"):
             return _killed(engine, job, prompts)
         results = engine.generate(prompts, SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
-        summary = engine.summary
+        summary, known = engine.summary, engine.planner.rates.known()
     plan, first = summary.plan, len(results)  # the first token of each row is computed with its prompt
     assert plan is not None
     assert summary.policy is not None
@@ -77,6 +80,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "predicted_seconds": plan.predicted_seconds, "measured_seconds": plan.measured_seconds,
         "policy": summary.policy.to_json(), "busy": summary.busy, "bytes": summary.bytes,
         "peak_bytes": dict(summary.peak_bytes),
+        "rates": {name: getattr(known, name) for name in ("worker_attention", "worker_links", "worker_seconds")},
     }  # fmt: skip
 
 

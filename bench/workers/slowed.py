@@ -79,7 +79,7 @@ def main() -> None:
         connection = listening.accept()[0]
         prove(connection, secret_for("127.0.0.1"), b"", accepts=True)
         server = AttentionServer(Connection(connection), WorkerPool(memory))
-    server.kernels = SlowKernels(server.kernels, seconds)  # type: ignore[assignment]
+    server.device.kernels = SlowKernels(server.device.kernels, seconds)  # type: ignore[assignment]
     server.run()
 
 

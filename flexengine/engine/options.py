@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, cast
 
 from flexengine.activity import Listener
-from flexengine.config import cache_root, parse_size
+from flexengine.config import cache_root, parse_size, started_workers
 from flexengine.engine.stages import ProcessGroup
 from flexengine.engine.summary import Progress
 from flexengine.errors import InvalidInput, shown
@@ -54,7 +54,7 @@ def _directories(name: str, value: Any) -> Any:
 def _workers(name: str, value: Any) -> Any:
     value = as_whole(value)
     if isinstance(value, bool) or not isinstance(value, int | Sequence) or value == "":
-        refuse(name, value, "a number of processes, or a list of addresses HOST:PORT")
+        refuse(name, value, "a number of processes, or a list of devices or of addresses HOST:PORT")
     return value
 
 
@@ -86,7 +86,8 @@ class MachineOptions:
             different disks. Further directories may also hold copies of weights. None is `offload` in the cache.
         links: link rates of a `sim` machine; None for no limits.
         attention_workers: number of processes to start on this machine that hold KV cache and compute attention over it
-            (docs/attention-workers.md), or a list of addresses HOST:PORT of running ones.
+            (docs/attention-workers.md), or the device of each, such as ["cuda:1", "cuda:2"], or addresses HOST:PORT of
+            running ones.
         worker_mem: bytes for KV cache of each worker that is started, in the same form as device_mem.
         group: the processes of a pipeline, one of which runs this engine; None for one process.
         sharing: engines on this machine that share its RAM and disks: each takes an equal part of what is free, unless
@@ -222,7 +223,7 @@ class EngineOptions(MachineOptions):
                 f" {FIXED}"
             )
         group, given = self.group, self.attention_workers
-        if group is not None and isinstance(given, int) and given and group.local_size < group.size:
+        if group is not None and started_workers(given) and group.local_size < group.size:
             raise InvalidInput(f"--attention-workers is {given}, but the stages are on several machines; start workers"
                                " with flexengine serve-attention, and give their addresses")  # fmt: skip
         if self.allow and (self.lossy or self.policy is not None):

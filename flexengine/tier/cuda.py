@@ -111,7 +111,7 @@ class CudaMachine(Machine):
     gpu, compute, lanes = True, torch.device("cuda"), "stream"
 
     def synchronize(self) -> None:
-        torch.cuda.current_stream().synchronize()
+        wait_for_stream()
 
     def keep_freed(self, room: bool = True) -> None:
         """Do nothing: few of the job's tensors are in RAM."""
@@ -151,6 +151,26 @@ def memory() -> tuple[int, int]:
     return int(free), int(total)
 
 
+def product_name() -> str:
+    """Return the name of the current GPU's product."""
+    return torch.cuda.get_device_name()
+
+
+def own_stream() -> None:
+    """Let this thread queue its work on a stream of its own."""
+    torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+def wait_for_stream() -> None:
+    """Wait for the work that this thread has queued."""
+    torch.cuda.current_stream().synchronize()
+
+
+def empty_cache() -> None:
+    """Return freed memory that torch holds to the GPU."""
+    torch.cuda.empty_cache()
+
+
 def gpus() -> list[dict[str, Any]]:
     """Return all GPUs that torch sees: name of the product, bytes of memory (total, free), and compute capability, such
     as "9.0". The CUDA runtime then keeps some hundred MB of each until the process ends."""
@@ -167,6 +187,7 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
+_hidden = dict[str, str]()  # what `all_gpus` returns
 _gpus = 1  # GPUs of this machine that the processes of a pipeline share
 
 
@@ -178,6 +199,12 @@ def take_one(number: int) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = visible if len(visible) == count else list(map(str, range(count)))
         os.environ["CUDA_VISIBLE_DEVICES"] = names[number % count]
+        _hidden["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def all_gpus() -> dict[str, str]:
+    """Return the environment variable with which a new process sees all GPUs that this one saw before `take_one`."""
+    return dict(_hidden)
 
 
 def sharing(processes: int) -> int:

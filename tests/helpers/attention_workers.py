@@ -11,6 +11,7 @@ import pytest
 
 from flexengine.guests.attention_workers import workers
 from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.devices import PageDevice
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.guests.attention_workers.workers import WorkerTier, serve_forever
@@ -31,7 +32,7 @@ class ThreadWorker(Client):
 
     in_memory = True  # shared with the worker
 
-    def __init__(self, place: str, memory: int, threads: int, path: Path | None = None) -> None:
+    def __init__(self, place: str, memory: int, threads: int, path: Path | None = None, device: str = "cpu") -> None:
         own, other = self.sockets()
         self.thread = threading.Thread(target=_serve, args=(other, memory), daemon=True)
         self.thread.start()
@@ -66,19 +67,21 @@ def thread_workers(count: int, memory: int = 1 << 24) -> list[WorkerTier]:
 
 
 @contextlib.contextmanager
-def listening(memory: int, folder: Path | None = None, timeout: float | None = None) -> Iterator[tuple[str, list[str]]]:
+def listening(
+    memory: int, folder: Path | None = None, timeout: float | None = None, device: PageDevice | None = None
+) -> Iterator[tuple[str, list[str]]]:
     """Run `serve_forever` in a thread. Yield its address, and the messages so far.
 
     Args:
         memory: bytes for pages.
-        folder: as in `WorkerPool`.
+        folder, device: as in `WorkerPool`.
         timeout: of the socket, in seconds.
     """
     said, secret = list[str](), secret_for("127.0.0.1")
 
     def run(server: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the test closed the socket
-            serve_forever(server, WorkerPool(memory, folder), said.append, secret)
+            serve_forever(server, WorkerPool(memory, folder, device=device), said.append, secret)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(timeout)

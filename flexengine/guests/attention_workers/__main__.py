@@ -1,4 +1,4 @@
-"""python -m flexengine.guests.attention_workers FD BYTES [PATH]: serve the engine at the other end of an open socket.
+"""python -m flexengine.guests.attention_workers FD BYTES [DEVICE [PATH]]: serve the engine at an open socket.
 
 With PATH, a Unix socket there serves further engines, until the first one ends.
 """

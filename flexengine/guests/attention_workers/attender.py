@@ -302,11 +302,13 @@ def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> 
             links[tier.name] = _link_rate(tier) / tier.engines
         nbytes = SEQUENCES * CONTEXT * 2 * model.kv_heads * model.head_dim * dtype.itemsize
         rates[tier.name] = nbytes / max(whole - little, 1e-6) * model.kv_token / (nbytes / SEQUENCES / CONTEXT)
-        if tier.client.file_rate:  # the pages of this measurement were still in memory
-            rates[tier.name] = min(rates[tier.name], tier.client.file_rate)
+        if tier.client.pages == "file":  # the pages of this measurement were still in memory
+            rates[tier.name] = min(rates[tier.name], tier.client.rate)
+        elif tier.client.rate > 0:  # of a device, whose seconds are too few beside those of the connection
+            rates[tier.name] = tier.client.rate * model.kv_token / (nbytes / SEQUENCES / CONTEXT)
         rates[tier.name] /= tier.engines
         fixed.append(little * tier.engines)
-        if tier.client.threads:
+        if tier.client.threads and tier.client.pages != "device":
             local[tier.name] = min(1.0, tier.client.threads / cores)
     return {
         "worker_attention": rates,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexengine.activity import message as say
 from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.guests.attention_workers.devices import identity
 from flexengine.guests.attention_workers.messages import (
     PROTOCOL,
     TO_ENGINE,
@@ -25,7 +26,6 @@ from flexengine.guests.attention_workers.messages import (
     words,
 )
 from flexengine.guests.attention_workers.pool import mapped_file
-from flexengine.guests.attention_workers.server import identity
 from flexengine.guests.wire.link import Broken, Connection, Message, pack
 from flexengine.tier.base import aligned
 
@@ -75,7 +75,9 @@ class Client:
         name: place, host and process, for messages.
         memory: bytes for pages that the worker has, without those that other engines hold.
         others: bytes that other engines held when the worker last told.
-        file_rate: bytes per second at which it reads the file of its pages; 0 if they are in memory.
+        pages: kind of memory that holds its pages: ram, file or device.
+        rate: bytes per second at which it reads its file, or attends to pages of its device, as it has measured it; 0
+            if this process measures it.
         pool: number that the worker has drawn.
         patience: seconds for which a lost worker may be started again by others, before it counts as lost for good.
         asked: bytes of queries, keys and values sent.
@@ -111,8 +113,9 @@ class Client:
         if answer.kind != MessageKind.HELLO:
             link.close()
             raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
-        self.memory, self.name = answer.numbers[1], f"{place} ({body})"
-        self.others, self.file_rate, self.pool = answer.numbers[2] - self.memory, *answer.numbers[3:5]
+        about, _, self.pages = body.partition("\n")
+        self.memory, self.name = answer.numbers[1], f"{place} ({about})"
+        self.others, self.rate, self.pool = answer.numbers[2] - self.memory, *answer.numbers[3:5]
         link.beat()
         self._thread = threading.Thread(target=self._receive, name=f"flexengine-{place}", daemon=True)
         self._thread.start()
@@ -143,7 +146,7 @@ class Client:
         the handle; None for a new one."""
         handle, size = next(self._handles) if handle is None else handle, aligned(max(nbytes, 1))
         with self._allocating:
-            if self.shares:
+            if self.shares and not (counted and self.pages == "device"):
                 descriptor = os.memfd_create(f"flexengine-{self.place}", os.MFD_CLOEXEC)
                 try:
                     os.ftruncate(descriptor, size)

@@ -3,7 +3,7 @@
 | kind | from | numbers | body |
 |---|---|---|---|
 | HELLO | engine | version of the protocol, number that the engine has drawn | version of flexengine, see `text` |
-| HELLO | worker | protocol, bytes for the engine, bytes of the worker, bytes/s of its file or 0, its number | name |
+| HELLO | worker | protocol, bytes for the engine, bytes of the worker, its rate or 0, number | name, kind of memory |
 | REFUSE | worker | | why it does not serve the engine, or no longer |
 | BEAT | both | | none; shows that the process lives (`wire.link`) |
 | ALLOCATE | engine | handle, bytes | none |
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from flexengine.guests.wire.link import MOST_BODY, MOST_TEXT, Broken
 
-PROTOCOL = 5  # raise it with every change of messages or of their meaning
+PROTOCOL = 6  # raise it with every change of messages or of their meaning
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 # Kinds of messages, numbered from 1; see the table. BEAT is that of `wire.link`.
 MessageKind = enum.IntEnum(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput, size_within
-from flexengine.tier.memory import aligned_buffer
+from flexengine.guests.attention_workers.devices import PageDevice
 
 T = TypeVar("T")
 MOST_ENGINES = 256  # that are connected at the same time
@@ -44,24 +44,34 @@ class WorkerPool:
     Attributes:
         memory: most bytes of pages, of all engines together.
         folder: directory of the files that hold pages; None if pages are in memory.
-        file_rate: bytes per second of reads from such a file; 0 if pages are in memory.
+        device: where pages in memory are, and what attends to pages.
+        kind: of memory for pages: ram, file or device.
+        rate: bytes per second of reads from a file, or of attention on a device; 0 if engines measure it.
         taken: bytes of pages that engines hold.
         records: most bytes of page tables and of questions that wait, of all engines together.
         number: drawn at random; engines compare it, as a worker may have several addresses.
         thread: the thread that computes.
     """
 
-    def __init__(self, memory: int, folder: Path | None = None, records: int = RECORDS) -> None:
+    def __init__(
+        self, memory: int, folder: Path | None = None, records: int = RECORDS, device: PageDevice | None = None
+    ) -> None:
         """Measure reads from a file, if pages are in files. Raise InvalidInput if there cannot be a file."""
         self.memory, self.taken, self.folder, self.number = memory, 0, folder, secrets.randbits(62)
-        self.file_rate = 0 if folder is None else read_rate(folder, memory)
+        self.device = PageDevice() if device is None else device
+        self.kind = self.device.kind if folder is None else "file"
+        self.rate = self.device.rate if folder is None else read_rate(folder, memory)
         self.records, self._recorded = records, 0
         self._measured = threading.Lock()  # held while an engine measures this worker
         # name of this engine, when it began, and a function that ends its connection
         self._measurer: tuple[str, float, Callable[[str], None]] | None = None
         self._lock = threading.Lock()
         self._members: dict[int, Callable[[], None]] = {}  # by number of the engine
-        self.thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
+        self.thread = ThreadPoolExecutor(1, "flexengine-attention", self._begin_thread)
+
+    def _begin_thread(self) -> None:
+        torch.set_grad_enabled(False)
+        self.device.begin_thread()
 
     def take(self, nbytes: int) -> bool:
         """Take memory. Return False, without taking any, if fewer bytes are free."""
@@ -81,8 +91,8 @@ class WorkerPool:
             return True
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Return new memory, uint8, zeros. Raise MemoryError or OSError if there is none."""
-        return aligned_buffer(nbytes) if self.folder is None else new_file(self.folder, nbytes)
+        """Return new memory, uint8, zeros. Raise MemoryError, OSError or RuntimeError if there is none."""
+        return self.device.buffer(nbytes) if self.folder is None else new_file(self.folder, nbytes)
 
     def give_back(self, nbytes: int) -> None:
         with self._lock:

@@ -11,16 +11,12 @@ import queue
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flexengine import __version__, kernels
-from flexengine.codec.cache import CacheFormat
-from flexengine.guests.attention_workers import messages
+from flexengine.guests.attention_workers.answers import Answers, Parts, PendingQuestion
 from flexengine.guests.attention_workers.messages import (
-    DTYPES,
     PROTOCOL,
     MessageKind,
     WorkerQuestion,
@@ -31,30 +27,7 @@ from flexengine.guests.attention_workers.messages import (
 )
 from flexengine.guests.attention_workers.pool import MOST_ENGINES, Records, RecordsFull, WorkerPool, mapped_file
 from flexengine.guests.wire.link import MOST_TEXT, SILENT_SECONDS, Broken, Connection, Message, unpack
-from flexengine.kernels.base import AttentionOptions
 from flexengine.tier.base import aligned
-
-Parts = tuple[Tensor, ...] | None  # of an answer: none yet, or none that the engine still waits for
-
-
-@dataclass
-class PendingQuestion:
-    """A question."""
-
-    ticket: int
-    layer: int
-    question: WorkerQuestion
-    vectors: Tensor  # q, then k, then v; q alone if it goes first
-    tables: WorkerTables
-    # attention over the cached tokens, and its log-sum-exp; None before it is computed
-    part: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def queries(self) -> Tensor:
-        """Return the queries, [sequences, heads, head_dim]."""
-        ask, sequences = self.question, len(self.tables.lengths)
-        flat = self.vectors.view(DTYPES[ask.dtype])[: sequences * ask.heads * ask.head_dim]
-        return flat.view(sequences, ask.heads, ask.head_dim)
 
 
 class AttentionServer:
@@ -67,16 +40,19 @@ class AttentionServer:
     """
 
     def __init__(self, link: Connection, pool: WorkerPool, name: str = "the engine that started the worker") -> None:
-        self.kernels = kernels.load()
-        self.sinks: dict[int, Tensor] = {}  # fp32 [heads], by layer
+        self.device = pool.device
+        self.sinks: dict[int, Tensor] = {}  # fp32 [heads], by layer, on the device
         self.link, self.pool, self.name = link, pool, name
+        link.pieces = self.device.pieces
         self._records = Records(pool)
         self._ousted = ""  # why the worker has ended the connection
         self.engine = 0  # number that the engine has drawn
         self._alone = False  # whether this engine measures
         self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
         self._counted = set[int]()  # handles of memory for pages
-        self._tables: dict[tuple[int, int], WorkerTables] = {}  # by gpu_batch and group
+        self._answers = Answers(self.device, self.sinks, self._pages)
+        # by gpu_batch and group: in RAM, and on the device
+        self._tables: dict[tuple[int, int], tuple[WorkerTables, WorkerTables]] = {}
         self._first: dict[int, PendingQuestion] = {}  # by ticket: questions whose keys and values have not come
         # with the records that end with the answer
         self._asked = queue.SimpleQueue[tuple[PendingQuestion, Future[Parts], tuple[Hashable, ...]] | None]()
@@ -85,6 +61,7 @@ class AttentionServer:
     def run(self) -> None:
         """Serve until the engine ends the connection. Raise Broken if it was not ended in good order."""
         reply = threading.Thread(target=self._reply, daemon=True)
+        self.device.begin_thread()
         try:
             self._greet()
             self.link.beat()
@@ -109,6 +86,7 @@ class AttentionServer:
             self._held.clear()
             if self._alone:
                 self._end_alone()
+            self.device.give_back()
             self.pool.give_back(taken)
             self._records.drop_all()
             self.pool.part(self.engine, self.leave)
@@ -125,16 +103,17 @@ class AttentionServer:
         self.link.limits = {MessageKind.HELLO: MOST_TEXT}
         hello = self.link.receive()
         engine = words(self.link.take())
-        own = identity()
-        if hello.kind != MessageKind.HELLO or hello.numbers[0] != PROTOCOL or engine != own:
+        own = self.device.identity()
+        if hello.kind != MessageKind.HELLO or hello.numbers[0] != PROTOCOL or not f"{engine} ".startswith(f"{own} "):
             other = f"the engine runs {engine}, protocol {hello.numbers[0]}"
             self._refuse(f"it runs {own}, protocol {PROTOCOL}, but {other}")
         self.engine, pool = hello.numbers[1], self.pool
         self.link.limits = to_worker(pool.memory, pool.records)
         if not pool.join(self.engine, self.leave):
             self._refuse(f"{MOST_ENGINES} engines use it, the most; end one of them, or start another worker")
-        numbers = PROTOCOL, pool.memory - pool.taken, pool.memory, pool.file_rate, pool.number
-        self.link.send(MessageKind.HELLO, numbers, text(f"{os.uname().nodename}, process {os.getpid()}"))
+        numbers = PROTOCOL, pool.memory - pool.taken, pool.memory, pool.rate, pool.number
+        name = f"{os.uname().nodename}, process {os.getpid()}{', ' * bool(self.device.name)}{self.device.name}"
+        self.link.send(MessageKind.HELLO, numbers, text(f"{name}\n{pool.kind}"))
 
     def _refuse(self, why: str) -> None:
         """Tell the engine why its connection ends, and raise Broken."""
@@ -155,6 +134,9 @@ class AttentionServer:
             self._ready(a, self._allocate(a, b, self.pool.buffer))
         elif message.kind == MessageKind.SHARE:
             descriptor = link.take_file()
+            if c and self.pool.kind == "device":
+                os.close(descriptor)
+                raise Broken("pages in memory that both processes map came, but this worker holds them on its device")
             try:
                 ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=bool(c))
             finally:
@@ -172,19 +154,25 @@ class AttentionServer:
                 self._tables.clear()
                 self.sinks.clear()
                 self._records.drop_all(tuple)  # questions that are being answered remain
+            if freed:
+                self.device.give_back()
             self.pool.give_back(freed)
         elif message.kind == MessageKind.WRITE:
-            link.take_into(self._part(a, b, message.nbytes))
+            self.device.receive(link, self._part(a, b, message.nbytes))
         elif message.kind == MessageKind.READ:
             link.send(MessageKind.DATA, (a,), self._part(b, c, d))
         elif message.kind == MessageKind.TABLES:
             # A sweep of which the engine sends no keys and values any more broke off.
             self._drop_first(a)
             self._records.book(("tables", a, b), message.nbytes)
-            self._tables[a, b] = WorkerTables.unpack(link.take().view(torch.int32), c, d, e)
+            numbers = link.take().view(torch.int32)
+            tables = WorkerTables.unpack(numbers, c, d, e)
+            self._tables[a, b] = tables, WorkerTables.unpack(self.device.put(numbers), c, d, e)
+            self.device.synchronize()
         elif message.kind == MessageKind.SINKS:
             self._records.book(("sinks", a), message.nbytes)
-            self.sinks[a] = link.take().view(torch.float32)
+            self.sinks[a] = self.device.put(link.take().view(torch.float32))
+            self.device.synchronize()
         elif message.kind == MessageKind.ASK:
             self._ask(a, b, c, message.nbytes)
         elif message.kind == MessageKind.ADD:
@@ -246,16 +234,15 @@ class AttentionServer:
         self._records.book(ticket, 2 * whole)  # an answer is no larger than its question
         head = torch.empty(min(nbytes, whole + 1), dtype=torch.uint8)
         self.link.take_into(head)
-        question, vectors = unpack(head, WorkerQuestion), self.link.take()
-        if question.shared is not None:
-            vectors = self._part(question.shared, question.at, question.nbytes)
+        question = unpack(head, WorkerQuestion)
+        vectors = self._vectors(question.shared, question.at, question.nbytes, whole - nbytes)
         tables = self._tables.get((question.batch, question.group))
         if tables is None or (question.sinks and layer not in self.sinks):
             raise Broken(f"a question about layer {layer} of gpu_batch {question.batch} came before its page tables")
-        asked = PendingQuestion(ticket, layer, question, vectors, tables)
+        asked = PendingQuestion(ticket, layer, question, vectors, *tables)
         if question.first:
             self._first[ticket] = asked
-        work = self._attend_cached if question.first else self._attend
+        work = self._answers.attend_cached if question.first else self._answers.attend
         self._queue(asked, lambda: work(asked), *[] if question.first else [ticket])
 
     def _add(self, ticket: int, at: int, nbytes: int, whole: int) -> None:
@@ -263,10 +250,21 @@ class AttentionServer:
         if asked is None:
             raise Broken(f"keys and values of question {ticket} came, whose queries did not go first")
         self._records.book(record, 2 * whole)
-        vectors = self.link.take()
-        if (shared := asked.question.shared) is not None:
-            vectors = self._part(shared, at, nbytes)
-        self._queue(asked, lambda: self._attend_new(asked, vectors), ticket, record)
+        vectors = self._vectors(asked.question.shared, at, nbytes, whole)
+        self._queue(asked, lambda: self._answers.attend_new(asked, vectors), ticket, record)
+
+    def _pages(self, handle: int, start: int, nbytes: int) -> Tensor:
+        if handle not in self._counted and self.pool.kind == "device":
+            raise ValueError(f"memory {handle} holds no pages")
+        return self._part(handle, start, nbytes)
+
+    def _vectors(self, shared: int | None, at: int, nbytes: int, whole: int) -> Tensor:
+        """Return what a question brings, uint8 in RAM: bytes of shared memory, or the rest of the body."""
+        if shared is None:
+            vectors = self.device.staging(max(0, whole))
+            self.link.take_into(vectors)
+            return vectors
+        return self._part(shared, at, nbytes)
 
     def _queue(self, asked: PendingQuestion, work: Callable[[], Parts], *records: Hashable) -> None:
         """Let the pool's thread compute a part of an answer, unless the connection has ended. Then drop `records`."""
@@ -274,7 +272,8 @@ class AttentionServer:
         def compute() -> Parts:
             if self._ended.is_set():
                 raise Broken("the connection has ended")
-            return work()
+            parts = work()
+            return None if parts is None else self.device.fetch(parts)
 
         self._asked.put((asked, self.pool.thread.submit(compute), records))
 
@@ -300,99 +299,3 @@ class AttentionServer:
                 part.copy_(x.view(-1).view(torch.uint8))
             answer = ()
         self.link.send(kind, (asked.ticket,), *answer)
-
-    def _attend(self, asked: PendingQuestion) -> tuple[Tensor, ...]:
-        """Append the new keys and values, and return attention, [sequences, heads, head_dim]. If other workers hold
-        other tokens, also return its log-sum-exp, fp32 [sequences, heads]."""
-        ask, tables = asked.question, asked.tables
-        q, pool, form = self._begun(asked)
-        self._append(asked, asked.vectors[q.nbytes :], pool, form)
-        if ask.partial:
-            return self._part_of(ask, q, pool, tables, form)
-        options = AttentionOptions(ask.scale, ask.window, ask.softcap, self._sinks_of(asked), ask.topk)
-        return (self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, options, form),)
-
-    def _attend_cached(self, asked: PendingQuestion) -> tuple[Tensor, ...]:
-        """Compute attention over the tokens before the new ones, and its log-sum-exp. Return no part of the answer."""
-        ask, tables = asked.question, asked.tables
-        if ask.topk is not None:
-            raise ValueError("queries cannot go first if the new token decides which values are read")
-        q, pool, form = self._begun(asked)
-        if len(asked.vectors) > q.nbytes:
-            raise ValueError(f"{len(asked.vectors)} bytes of queries came, but {q.nbytes} were due")
-        if not ask.partial and ask.window is not None:
-            tables = tables._replace(seen=tables.lengths.clamp(max=ask.window))
-        asked.part = self._part_of(ask, q, pool, tables.cached(), form)
-        return ()
-
-    def _attend_new(self, asked: PendingQuestion, vectors: Tensor) -> Parts:
-        """Append the new keys and values, and return what `_attend` does: attention over the new tokens, merged with
-        that over the cached ones. A window of one token leaves the new token only. Sinks are in its denominator.
-
-        Return None if attention over the cached tokens has failed, which the engine was told.
-        """
-        ask, tables = asked.question, asked.tables
-        if asked.part is None:
-            return None
-        q, (pool, form) = asked.queries, self._pool(ask)
-        self._append(asked, vectors, pool, form)
-        (out, lse), rows = asked.part, tables.rows.long()
-        options, new_lse = AttentionOptions(ask.scale, 1, ask.softcap, self._sinks_of(asked)), lse[rows]
-        pages, lengths = tables.tables[rows], tables.lengths[rows]
-        new = self.kernels.decode_attention(q[rows], pool, pages, lengths, options, form, new_lse)
-        out[rows] = messages.merge([out[rows], new], [lse[rows], new_lse])
-        if not ask.partial:
-            return (out,)
-        lse[rows] = torch.logaddexp(lse[rows], new_lse)
-        return out, lse
-
-    def _begun(self, asked: PendingQuestion) -> tuple[Tensor, Tensor, CacheFormat | None]:
-        """Return the queries, the pages, and their format, after a check and the copies of pages."""
-        tables = asked.tables
-        messages.check(asked.question, tables, self.sinks.get(asked.layer))
-        pool, form = self._pool(asked.question)
-        for source, target in tables.copies.tolist():
-            pool[target].copy_(pool[source])
-        return asked.queries, pool, form
-
-    def _append(self, asked: PendingQuestion, vectors: Tensor, pool: Tensor, form: CacheFormat | None) -> None:
-        ask, tables = asked.question, asked.tables
-        k, v = vectors.view(DTYPES[ask.dtype]).view(2, len(tables.pages), ask.kv_heads, ask.head_dim)
-        self.kernels.append(k, v, pool, tables.pages, tables.offsets, form)
-
-    def _sinks_of(self, asked: PendingQuestion) -> Tensor | None:
-        return self.sinks[asked.layer] if asked.question.sinks else None
-
-    def _part_of(
-        self, ask: WorkerQuestion, q: Tensor, pool: Tensor, tables: WorkerTables, form: CacheFormat | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return attention over the tokens in these pages, and its log-sum-exp: -inf for sequences without any.
-
-        Kernels take one window for all sequences, so sequences that see equally many tokens are computed together.
-        """
-        out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
-        whole = tables.seen == tables.lengths
-        for seen in {None: 0, **dict.fromkeys(tables.seen[~whole].tolist())}:
-            chosen = whole if seen is None else (tables.seen == seen) & ~whole
-            rows = torch.nonzero(chosen & (tables.seen > 0)).flatten()
-            if len(rows):
-                options, found = AttentionOptions(ask.scale, seen, ask.softcap), lse[rows]
-                pages, lengths = tables.tables[rows], tables.lengths[rows]
-                out[rows] = self.kernels.decode_attention(q[rows], pool, pages, lengths, options, form, found)
-                lse[rows] = found
-        return out, lse
-
-    def _pool(self, ask: WorkerQuestion) -> tuple[Tensor, CacheFormat | None]:
-        if ask.bits:
-            form = CacheFormat(ask.bits, ask.kv_heads, ask.page_tokens, ask.head_dim)
-            shape: tuple[int, ...] = (ask.pages, form.page_bytes)
-        else:
-            form, shape = None, (ask.pages, 2, ask.kv_heads, ask.page_tokens, ask.head_dim)
-        dtype = DTYPES[ask.pool_dtype]
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        return self._part(ask.handle, ask.start, nbytes).view(dtype).view(shape), form
-
-
-def identity() -> str:
-    """Return what must be equal in an engine and its workers, so that results do not depend on the worker."""
-    return f"flexengine {__version__} with {type(kernels.load()).__name__}"

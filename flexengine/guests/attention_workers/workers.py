@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from flexengine.activity import activity, message
-from flexengine.config import parse_size
+from flexengine.config import DEVICE_NAME, parse_size, started_workers
 from flexengine.engine.stages import ProcessGroup
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost, shown
 from flexengine.errors import size as size_text
 from flexengine.guests.attention_workers.client import Client
-from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.devices import environment_of, open_device
+from flexengine.guests.attention_workers.pool import RECORDS, WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.guests.wire.gate import Gate
 from flexengine.guests.wire.link import Broken, Connection
@@ -95,7 +96,7 @@ class WorkerTier(Tier):
 
     @property
     def local_bytes(self) -> int:  # type: ignore[override]
-        return self.client.memory + self.client.others if self.client.shares else 0
+        return self.client.memory + self.client.others if self.client.shares and self.client.pages != "device" else 0
 
     @property
     def attention_bytes(self) -> tuple[int, int]:  # type: ignore[override]
@@ -143,8 +144,8 @@ def worker_tiers(connects: Sequence[Callable[[str], Client]], engines: int = 1) 
                     both = f"{other.client.name} and {tiers[-1].client.name}"
                     raise InvalidInput(f"{both} are one attention worker with two addresses; name each worker once")
         connected.pop_all()
-    tiers.sort(key=lambda tier: tier.client.file_rate > 0)
-    filed = sum(tier.client.file_rate > 0 for tier in tiers)
+    tiers.sort(key=lambda tier: tier.client.pages == "file")
+    filed = sum(tier.client.pages == "file" for tier in tiers)
     for tier, name in zip(tiers, worker_names(len(tiers), filed if filed < len(tiers) else 0), strict=True):
         tier.rename(name)
     return tiers
@@ -162,14 +163,14 @@ class LocalWorker(Client):
     The process ends by itself when this one ends, as its connection then does. It ignores SIGINT and SIGTERM.
     """
 
-    def __init__(self, place: str, memory: int, threads: int, path: Path | None = None) -> None:
+    def __init__(self, place: str, memory: int, threads: int, path: Path | None = None, device: str = "cpu") -> None:
         """Start the process. Raise WorkerLost if it does not start. path: Unix socket at which it listens for other
-        engines; None for no others."""
+        engines; None for no others. device: as in `open_device`."""
         own, other = socket.socketpair()
-        argv = ["-m", __package__, str(other.fileno()), str(memory), *([] if path is None else [str(path)])]
+        argv = ["-m", __package__, str(other.fileno()), str(memory), device, *([] if path is None else [str(path)])]
         with other, contextlib.ExitStack() as undo:
             undo.callback(own.close)
-            self.process = ChildProcess(argv, {"OMP_NUM_THREADS": str(threads)}, INTERRUPTS, [other.fileno()])
+            self.process = ChildProcess(argv, environment_of(device, threads), INTERRUPTS, [other.fileno()])
             undo.pop_all()
         try:
             super().__init__(Connection(own, first_seconds=START_SECONDS), place, shares=True, threads=threads)
@@ -202,7 +203,7 @@ def open_workers(given: int | Sequence[str], memory: int, engines: int, group: P
     """Return the tiers of an engine's attention workers. The first process of a group starts them, the others join.
 
     Args:
-        given: number of processes to start on this machine, or addresses HOST:PORT of running workers.
+        given: number of processes to start on this machine, or their devices, or addresses of running workers.
         memory: bytes for pages of each process that is started.
         engines: engines that share the workers at the addresses.
         group: processes on this machine that share the started workers; None for this process alone.
@@ -211,23 +212,24 @@ def open_workers(given: int | Sequence[str], memory: int, engines: int, group: P
         InvalidInput: the directory of temporary files has a too long name for sockets.
         WorkerLost: a worker cannot be started, or does not answer.
     """
-    if not isinstance(given, int):
+    if (devices := started_workers(given)) is None:
+        assert not isinstance(given, int)
         return worker_tiers(list(map(connecting, given)), engines)
     engines = 1 if group is None else group.size
-    threads = max(1, len(os.sched_getaffinity(0)) // (given + engines))
+    threads = max(1, len(os.sched_getaffinity(0)) // (len(devices) + engines))
     if group is None:
-        return _started(given, memory, threads, engines, None)
+        return _started(devices, memory, threads, engines, None)
     if group.rank > 0:
         folder = Path(json.loads(group.exchange("attention workers", "")[0]))
         join = partial(JoinedWorker, threads=threads)
-        joins = [partial(join, path=folder / str(n), engine=secrets.randbits(62)) for n in range(given)]
+        joins = [partial(join, path=folder / str(n), engine=secrets.randbits(62)) for n in range(len(devices))]
         return worker_tiers(joins, engines)
     folder = Path(tempfile.mkdtemp(prefix="flexengine-"))
     try:
-        if (length := len(os.fsencode(folder / str(given)))) > MOST_PATH:
+        if (length := len(os.fsencode(folder / str(len(devices))))) > MOST_PATH:
             what = f"TMPDIR is {tempfile.gettempdir()}, in which the name of a socket has {length} bytes"
             raise InvalidInput(f"{what}; at most {MOST_PATH} are possible: set it to a shorter one")
-        tiers = _started(given, memory, threads, engines, folder)
+        tiers = _started(devices, memory, threads, engines, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -236,10 +238,10 @@ def open_workers(given: int | Sequence[str], memory: int, engines: int, group: P
     return tiers
 
 
-def _started(count: int, memory: int, threads: int, engines: int, folder: Path | None) -> list[WorkerTier]:
+def _started(devices: Sequence[str], memory: int, threads: int, engines: int, folder: Path | None) -> list[WorkerTier]:
     """Return the tiers of new workers. folder: directory of their sockets; None if other engines do not share them."""
     start = partial(LocalWorker, memory=memory, threads=threads)
-    starts = [start if folder is None else partial(start, path=folder / str(number)) for number in range(count)]
+    starts = [partial(start, path=folder and folder / str(n), device=device) for n, device in enumerate(devices)]
     with activity("starting", "starting the processes of attention workers"):
         return worker_tiers(starts, engines)
 
@@ -260,15 +262,17 @@ def check_workers(given: int | Sequence[str], memory: str | int | None) -> None:
     if not 0 <= count <= MOST_WORKERS:
         raise InvalidInput(f"--attention-workers is {count}; it must be 0 to {MOST_WORKERS}")
     if isinstance(given, str) or not (isinstance(given, int) or all(isinstance(each, str) for each in given)):
-        raise InvalidInput(
-            f"attention_workers is {shown(given)}; it must be a number of processes, or a list of addresses HOST:PORT"
-        )
-    if not isinstance(given, int):
+        what = "it must be a number of processes, or a list of devices or of addresses HOST:PORT"
+        raise InvalidInput(f"attention_workers is {shown(given)}; {what}")
+    if not isinstance(given, int) and started_workers(given) is None:
         if memory is not None:
             raise InvalidInput(
                 f"--worker-mem is {memory}, but workers at addresses have memory of their own; give it to flexengine"
                 " serve-attention"
             )
+        if any(map(DEVICE_NAME.fullmatch, given)):
+            both = f"--attention-workers is {shown(','.join(given))}, devices and addresses"
+            raise InvalidInput(f"{both}; start workers with flexengine serve-attention --device, and name addresses")
         for address in given:
             address_of(address)
         if twice := next((each for each in given if list(given).count(each) > 1), None):
@@ -278,9 +282,8 @@ def check_workers(given: int | Sequence[str], memory: str | int | None) -> None:
             "--attention-workers needs --worker-mem, the bytes for KV cache of each worker; set it, for example to 2G"
         )
     elif not count:
-        raise InvalidInput(
-            f"--worker-mem is {memory}, but there are no attention workers; set --attention-workers, or leave it out"
-        )
+        remedy = "set --attention-workers, or leave it out"
+        raise InvalidInput(f"--worker-mem is {memory}, but there are no attention workers; {remedy}")
     else:
         parse_size(memory, "--worker-mem")
 
@@ -355,10 +358,14 @@ def serve_forever(
         pool.close()
 
 
-def serve_engine(fd: int, memory: int, path: str | None = None) -> int:
+def serve_engine(fd: int, memory: int, device: str = "cpu", path: str | None = None) -> int:
     """Serve the engine at the other end of an open socket, and those that connect to a Unix socket, until the first one
-    ends. Return the exit code."""
-    pool = WorkerPool(memory)
+    ends. Return the exit code. device: as in `open_device`."""
+    try:
+        pool = WorkerPool(memory, device=None if device == "cpu" else open_device(device, memory + RECORDS))
+    except InvalidInput as error:
+        print(error, file=sys.stderr)
+        return 2
     try:
         with contextlib.nullcontext() if path is None else listening(pool, path):
             AttentionServer(Connection(socket.socket(fileno=fd)), pool).run()

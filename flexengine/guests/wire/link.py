@@ -6,12 +6,13 @@ noticed. After any wrong message the connection is of no use: `Broken` is raised
 """
 
 import contextlib
+import itertools
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,6 +55,7 @@ class Connection:
 
     Attributes:
         limits: most bytes of a body, by kind; other kinds are refused. None for MOST_BODY and any kind.
+        pieces: yields a tensor that is sent as tensors in RAM; by default it is in RAM.
     """
 
     limits: Mapping[int, int] | None = None
@@ -67,6 +69,7 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
                 self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.pieces: Callable[[Tensor], Iterable[Tensor]] = lambda part: (part,)
         self._sending = threading.Lock()
         self._next_sent = self._next_received = 0
         self._left = 0  # bytes of the present body that are not read
@@ -75,22 +78,22 @@ class Connection:
         """Send a message. Raise Broken.
 
         Args:
-            parts: tensors in RAM, contiguous, which together are the body.
+            parts: tensors in RAM, or others that `pieces` takes, contiguous, which together are the body.
             descriptor: an open file that is sent instead, over a Unix socket, with a body of one byte.
         """
-        views = [_bytes(part) for part in parts if part.numel()]
-        nbytes = sum(map(len, views)) if descriptor is None else 1
+        nbytes = sum(part.nbytes for part in parts) if descriptor is None else 1
+        bodies = (_bytes(piece) for part in parts if part.numel() for piece in self.pieces(part))
         with self._sending:
             head = HEADER.pack(MAGIC | kind, self._next_sent, nbytes, *numbers, *[0] * (NUMBERS - len(numbers)))
             self._next_sent += 1
             try:
-                for view in (memoryview(head), *views):
+                for view in itertools.chain((memoryview(head),), bodies):
                     done = 0
                     while done < len(view):  # each part has the whole time limit: a slow network is no silence
                         done += self._socket.send(view[done:])
                 if descriptor is not None:
                     socket.send_fds(self._socket, [b"\0"], [descriptor])
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # of the socket, or of a device whose memory is sent
                 with contextlib.suppress(OSError):  # it may be sent in part, so nothing may follow
                     self._socket.shutdown(socket.SHUT_RDWR)
                 raise self._broken(error) from error
@@ -186,11 +189,11 @@ class Connection:
         except OSError as error:
             raise self._broken(error) from error
 
-    def _broken(self, error: OSError) -> Broken:
+    def _broken(self, error: OSError | RuntimeError) -> Broken:
         self._ended.set()
         if isinstance(error, TimeoutError):
             return Broken(f"it gave no sign of life for {self._silent:g} s")
-        return Broken(f"its connection broke ({error.strerror or error})")
+        return Broken(f"its connection broke ({getattr(error, 'strerror', None) or error})")
 
     def finish(self, seconds: float = 1.0) -> None:
         """Send no more, and drop what comes until the other process ends or some seconds have passed: if bytes were

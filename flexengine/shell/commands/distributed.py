@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from flexengine.config import SamplingParams
+from flexengine.config import SamplingParams, started_workers
 from flexengine.errors import InvalidInput, check_library, shown
 from flexengine.guests.wire.processes import INTERFACE, ranks
 from flexengine.shell.commands.messages import VERBOSE, say, verbosity
@@ -156,7 +156,7 @@ def check_fleet(args: argparse.Namespace) -> None:
     if (size := ranks()[1]) > 1:
         fault = f"--ray is {args.ray}, but WORLD_SIZE is {size}: torchrun started this process as one of several"
         raise InvalidInput(f"{fault}; start one process, whose actors Ray starts")
-    if isinstance(args.attention_workers, int):
+    if started_workers(args.attention_workers) is not None:
         why = f"is {args.attention_workers}, but the engines of --ray are on several machines"
         remedy = "start workers with flexengine serve-attention, and give their addresses"
         refuse_given(args, ["attention_workers"], f"{why}; {remedy}")

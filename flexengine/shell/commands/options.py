@@ -106,7 +106,7 @@ def _secret_file(path: str) -> str:
 
 
 def _workers(text: str) -> int | list[str]:
-    """Return a number of attention workers, or their addresses."""
+    """Return a number of attention workers, or their devices or addresses."""
     return int(text) if text.lstrip("-").isdecimal() else text.split(",")
 
 
@@ -171,9 +171,10 @@ MACHINE = OptionTable(
 )
 WORKERS = OptionTable(
     """
---attention-workers N|HOST:PORT,...  start N processes that hold KV cache and compute attention over it, or use those
-    that flexengine serve-attention runs at these addresses, if the plan is faster with them (docs/attention-workers.md)
---worker-mem SIZE  memory for KV cache of each worker that is started
+--attention-workers N|DEVICE,...|HOST:PORT,...  start N processes that hold KV cache and compute attention over it, or
+    one on each of these devices (cuda:1, ...), or use those that flexengine serve-attention runs at these addresses, if
+    the plan is faster with them (docs/attention-workers.md)
+--worker-mem SIZE  memory for KV cache of each worker that is started, of its device
 --engines N        let N processes of this machine, each with all weights, compute in turn while the workers attend: on
                    a GPU each, if there are GPUs (default: %(default)s)
 """,

@@ -15,11 +15,13 @@ from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.guests.attention_workers import pool as pools
 from flexengine.guests.attention_workers import server as servers
 from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.devices import PageDevice
 from flexengine.guests.attention_workers.messages import MessageKind, WorkerTables
 from flexengine.guests.attention_workers.pool import RECORD_BYTES, WorkerPool, records_of
 from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection, Message
 from tests.helpers.listening import listening
+from tests.helpers.other_device import OtherDevice
 
 RECORDS = 64 * RECORD_BYTES
 NONE = torch.empty(0, dtype=torch.int32)
@@ -28,8 +30,8 @@ NONE = torch.empty(0, dtype=torch.int32)
 class Worker:
     """A worker with memory for 64 records, in threads. `ended` has the errors of its connections."""
 
-    def __init__(self) -> None:
-        self.pool, self.ended = WorkerPool(1 << 20, records=RECORDS), list[str]()
+    def __init__(self, device: PageDevice | None) -> None:
+        self.pool, self.ended = WorkerPool(1 << 20, records=RECORDS, device=device), list[str]()
         self.threads, self.clients = list[threading.Thread](), list[Client]()
 
     def client(self, engine: int) -> Client:
@@ -47,9 +49,9 @@ class Worker:
         return self.clients[-1]
 
 
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker()
+@pytest.fixture(params=[None, OtherDevice], ids=["RAM", "device"])
+def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    made = Worker(request.param and request.param())
     yield made
     for client in made.clients:
         client.close()

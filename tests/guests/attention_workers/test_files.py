@@ -72,7 +72,7 @@ def test_pages_are_in_a_file_until_the_engine_ends(families: Any, tmp_path: Path
             assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
             tier = engine.core.machine.workers[0]
             assert tier.name == "worker1"
-            assert engine.planner.rates.known().worker_attention["worker1"] <= tier.client.file_rate  # type: ignore[attr-defined]
+            assert engine.planner.rates.known().worker_attention["worker1"] <= tier.client.rate  # type: ignore[attr-defined]
         assert not any(tmp_path.iterdir())
     assert max(seen, default=0) > 0
 

@@ -11,8 +11,8 @@ import pytest
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput, ModelNotFound, OutOfMemory
 from flexengine.guests.attention_workers import client
+from flexengine.guests.attention_workers.answers import Answers
 from flexengine.guests.attention_workers.attender import RemoteAttender
-from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from flexengine.schedule.tasks import Op
@@ -93,7 +93,7 @@ def test_attention_over_cached_tokens_overlaps_keys_and_values(
     """A worker finishes the cached tokens of a cell only while the device computes the cell's keys and values, and the
     device finishes these only while the worker computes. The trace shows both at the same time."""
     meeting, begun = threading.Barrier(2, timeout=60), threading.Event()
-    cached, waiting, add = AttentionServer._attend_cached, RemoteAttender.attend_cached, RemoteAttender.add
+    cached, waiting, add = Answers.attend_cached, RemoteAttender.attend_cached, RemoteAttender.add
 
     def meet(self: Any, *args: Any) -> Any:
         meeting.wait()
@@ -109,7 +109,7 @@ def test_attention_over_cached_tokens_overlaps_keys_and_values(
         meeting.wait()
         add(self, *args)
 
-    monkeypatch.setattr(AttentionServer, "_attend_cached", meet)
+    monkeypatch.setattr(Answers, "attend_cached", meet)
     monkeypatch.setattr(RemoteAttender, "attend_cached", wait)
     monkeypatch.setattr(RemoteAttender, "add", adding)
     known, trace = families("llama"), tmp_path / "trace.json"

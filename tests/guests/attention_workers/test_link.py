@@ -9,9 +9,10 @@ import torch
 
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.devices import identity
 from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text, words
 from flexengine.guests.attention_workers.pool import WorkerPool
-from flexengine.guests.attention_workers.server import AttentionServer, identity
+from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.guests.wire import link as links
 from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection, pack
 from tests.helpers.attention_workers import NetWorker

@@ -14,7 +14,7 @@ import torch
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.guests.attention_workers import workers
-from flexengine.guests.attention_workers.server import AttentionServer
+from flexengine.guests.attention_workers.answers import Answers
 from flexengine.guests.attention_workers.workers import WorkerTier
 from flexengine.lossy import EXACT, Lossy
 from tests.helpers.attention_workers import Losses, NetWorker, ThreadWorker
@@ -161,14 +161,14 @@ def test_late_answers_of_other_workers_change_nothing(families: Any, monkeypatch
     """worker2 still computes answers of the sweep that broke off, in buffers that the next sweep uses. There are four
     gpu_batches for each worker, so question 5 to worker1 is the first of layer 1, when one answer of layer 0 has come.
     """
-    attend = AttentionServer._attend
+    attend = Answers.attend
 
-    def slow(server: AttentionServer, asked: Any) -> Any:
+    def slow(answers: Answers, asked: Any) -> Any:
         time.sleep(0.05)
-        return attend(server, asked)
+        return attend(answers, asked)
 
     known, losses = families("llama"), Losses(monkeypatch, (5,), calls=["ask"], place="worker1")
-    monkeypatch.setattr(AttentionServer, "_attend", slow)
+    monkeypatch.setattr(Answers, "attend", slow)
     job = Job(known, 2, dict(gpu_batch_size=1, num_gpu_batches=8, cache=ALL, slots=3),
               params=SamplingParams(max_tokens=3, ignore_eos=True))  # fmt: skip
     assert job.tokens == [[tokens[:3]] for tokens in known.expected]
@@ -178,14 +178,14 @@ def test_late_answers_of_other_workers_change_nothing(families: Any, monkeypatch
 @pytest.mark.slow
 def test_several_losses_at_once(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows are computed again if another worker turns out to be lost, too."""
-    attend = AttentionServer._attend
+    attend = Answers.attend
 
     class All(Losses):
         def break_off(self, worker: ThreadWorker) -> None:
             for each in self.workers[-2:]:
                 each.link.close()
 
-    monkeypatch.setattr(AttentionServer, "_attend", lambda *args: (time.sleep(0.05), attend(*args))[1])
+    monkeypatch.setattr(Answers, "attend", lambda *args: (time.sleep(0.05), attend(*args))[1])
     known, losses = families("llama"), All(monkeypatch, (9,), calls=["ask"])
     job = Job(known, 2, dict(gpu_batch_size=1, num_gpu_batches=8, cache=ALL, slots=3),
               params=SamplingParams(max_tokens=6, ignore_eos=True))  # fmt: skip

@@ -15,9 +15,9 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.engine.recovery import exhausted
 from flexengine.errors import OutOfMemory, RanOut, WorkerLost
 from flexengine.guests.attention_workers.client import Client, PendingAnswer
+from flexengine.guests.attention_workers.devices import identity
 from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, WorkerTables, text
 from flexengine.guests.attention_workers.pool import WorkerPool
-from flexengine.guests.attention_workers.server import identity
 from flexengine.guests.attention_workers.workers import PURPOSE, RemoteWorker, WorkerTier, connecting
 from flexengine.guests.wire import link as links
 from flexengine.guests.wire.link import Connection, pack
