@@ -88,8 +88,8 @@ def terms(data: Sweeping, prompts: PromptBatches, split: Mapping[str, float]) ->
         turn = np.maximum(turn, each)
     crowd = 1.0 if hardware.gpu else float(hardware.engines)  # processes of one machine share its processors
     yield Term("device", "", "", (crowd * shares[0] - 1) * work)
-    for number, share in enumerate(shares[1:], 1):
-        yield Term(f"replica{number}", "", "", crowd * share * work)
+    for engine, share in enumerate(shares[1:], 1):
+        yield Term(f"replica{engine}", "", "", crowd * share * work)
     yield Term(f"turns {BESIDE_PROMPTS}", "", "", turn)
 
 

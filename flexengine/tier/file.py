@@ -104,10 +104,10 @@ class FasterWay:
 
     A probe before the job cannot find the faster way. On one virtual disk, direct reads gave 0.9 to 2.7 GB/s with idle
     cores (which respond late to interrupts) and 2.1 GB/s while both cores computed; cached reads gave 2.4 and 1.8 GB/s.
-    So each way gets LEARN turns of TURN bytes, then the faster way is used. One turn of cached reads is enough if direct
-    ones are CLEAR times as fast; not the other way round, as the first direct reads are slow in a buffer with new
-    pages. After REVIEW turns the slower way gets one turn, and if it is still slower, again after twice as many, up to
-    SELDOM.
+    So each way gets LEARN turns of TURN bytes, then the faster way is used. One turn of cached reads is enough if
+    direct ones are CLEAR times as fast; not the other way round, as the first direct reads are slow in a buffer with
+    new pages. After REVIEW turns the slower way gets one turn, and if it is still slower, again after twice as many, up
+    to SELDOM.
     """
 
     TURN = 256 << 20  # bytes; readahead reaches its full rate after tens of MB

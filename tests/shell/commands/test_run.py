@@ -137,7 +137,8 @@ def test_json_summary(job: Job) -> None:
     policy = job.folder / "policy.json"
     fields = {"gpu_batch_size": 4, "num_gpu_batches": 2, "weights": [0, 0, 1], "cache": [0, 1, 0], "slots": 2,
               "activations": [1, 0, 0], "schedule": "zigzag", "prefill_tokens": 512, "delegate": "none",
-              "partition": "requests", "queries_first": False, "neurons": 0.0, "half_layers": False, "order": "fixed"}  # fmt: skip
+              "partition": "requests", "queries_first": False, "neurons": 0.0, "half_layers": False,
+              "order": "fixed"}  # fmt: skip
     policy.write_text(json.dumps(fields))
     assert job("--json", "--policy", str(policy), "--device", "sim", "--offload-dir", str(job.folder / "off")) == 0
     summary = json.loads(job.out.splitlines()[-1])
