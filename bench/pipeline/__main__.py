@@ -146,6 +146,7 @@ def unequal(turns: int, directory: Path) -> tuple[Record, bool]:
                      "layer_bytes": layer, "h2d": link, "tokens": new})  # fmt: skip
     record |= {"seconds": seconds, "ratio": seconds["even"] / seconds["planned"], "same": same,
                "predicted_seconds": {name: each[-1]["predicted_seconds"] for name, each in runs.items()},
+               "predicted_job_seconds": {name: each[-1]["predicted_job_seconds"] for name, each in runs.items()},
                "layers_by_stage": {name: each[-1]["layers"] for name, each in runs.items()},
                "policies": {name: each[-1]["policy"] for name, each in runs.items()}}  # fmt: skip
     return record, same

@@ -39,8 +39,7 @@ _begun: ContextVar[list[Job] | None] = ContextVar("jobs that a call in a thread 
 _ENDED = {False: "stop() of this engine", True: "close() of this engine"}
 # Imported for pipelines.
 STAGES_DRIVER = "flexengine.guests.stages.remote:Driver"
-STAGES_PLANNER = "flexengine.guests.stages.remote:PipelinePlanner"
-STAGES_LAYERS = "flexengine.guests.stages.split:layers_of"
+STAGES_PLANNER = "flexengine.guests.stages.planner:PipelinePlanner"
 STAGES_CHECK = "flexengine.guests.stages.remote:check_alike"
 
 
@@ -59,7 +58,7 @@ class Session:
         basis = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
         strategy = options.strategy
         planner = resolve_name(STAGES_PLANNER) if core.driver else None
-        self.planner = planner(core.driver, strategy, *basis) if planner else Planner(*basis)
+        self.planner = planner(core, strategy, *basis) if planner else Planner(*basis)
         self.planner.rates.engines = options.engines
         if strategy is not None:
             from flexengine.plan.stages import shape_name
@@ -382,8 +381,9 @@ def _core(options: EngineOptions) -> Core:
             " (flexengine quality --weights mixed --budget SIZE --save-bits FILE.json), and give --weights FILE.json"
         )
 
+    from flexengine.plan.stages import stage_layers
     from flexengine.tier.cuda import take_one
 
     take_one(group.local_rank)
-    layers = partial(resolve_name(STAGES_LAYERS), options, group)
+    layers = partial(stage_layers, rank=group.rank, stages=group.size, strategy=options.strategy)
     return Core(options, layers, resolve_name(STAGES_DRIVER)(group) if group.rank == 0 else None)

@@ -2,8 +2,8 @@
 
 Each stage is planned as a machine of its own that has only the layers of the stage (FlexGen section 4.4), with the cost
 model, the search and the linear program of a single machine. The block is cut into a cohort per stage, and weights
-that a stage streams are read once for each sweep of a cohort. The search takes turns: the slowest stage searches the
-block, each stage places its weights for this block, and layers move from slow stages to fast ones.
+that a stage streams are read once for each sweep of a cohort. The search takes turns: unlike stages search blocks, each
+stage places its weights for a block, and layers move from slow stages to fast ones.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from flexengine.plan.candidates import Options, for_cohorts
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
+from flexengine.plan.placement import ON_DEVICE
 from flexengine.plan.search import search
 from flexengine.plan.stages import (
     StagePlan,
@@ -127,6 +128,7 @@ class ChainSearch:
         self.options = replace(options or Options(), cohorts=len(machines))
         self._alike = [self.machines.index(machine) for machine in machines]
         self._costs: dict[tuple[int, Range], Cost] = {}
+        self._blocks: dict[tuple[int, Range], Policy] = {}
         self._placed: dict[tuple[object, ...], Prediction | None] = {}
 
     def even(self) -> list[Range]:
@@ -141,25 +143,34 @@ class ChainSearch:
             TooLittle: a stage has too little memory for an even part of the layers, and no other split was found.
         """
         ranges, best = self.even(), None
-        rank = max(range(len(ranges)), key=lambda k: ranges[k][1] - ranges[k][0])
         for _ in range(MAX_TURNS):
-            policy = self.block(rank, ranges)
-            ranges = self.balanced(policy, ranges)
-            seconds = self.seconds(policy, ranges)
-            rank = seconds.index(max(seconds))
-            if max(seconds) == inf:  # the next turn takes the block of a stage that had no room for this one
+            tried = [(policy, self.balanced(policy, ranges)) for policy in self.blocks(ranges)]
+            policy, ranges = min(tried, key=lambda pair: max(self.seconds(*pair)))
+            if max(self.seconds(policy, ranges)) == inf:
                 continue
             made = self.made(policy, ranges)
             if best is not None and made.seconds > MIN_GAIN * best.seconds:
                 return min(best, made, key=lambda plan: plan.seconds)
             best = made
-        return best or self.made(self.block(rank, ranges), ranges)
+        return best or self.made(policy, ranges)
+
+    def blocks(self, ranges: Sequence[Range]) -> list[Policy]:
+        """Return the policies that are best for one of the stages alone, of stages alike only once."""
+        count = len(self.model.layers)
+        kinds = {(self._alike[k], a == 0, b == count, b - a): k for k, (a, b) in enumerate(ranges)}
+        found = dict[Policy, None]()
+        for rank in kinds.values():
+            with suppress(OutOfMemory):
+                found[self.block(rank, ranges)] = None
+        return [*found] or [self.block(0, ranges)]
 
     def block(self, rank: int, ranges: Sequence[Range]) -> Policy:
-        """Return the policy that is best for one stage alone."""
-        cost = self.cost(rank, ranges[rank])
-        policy = search(cost.model, cost.hardware, self.workload, self.options).best.policy
-        return for_cohorts(policy, len(self.machines))
+        """Return the policy that is best for one stage alone. Its weights do not matter, and are on the device."""
+        if (key := (rank, ranges[rank])) not in self._blocks:
+            cost = self.cost(*key)
+            policy = search(cost.model, cost.hardware, self.workload, self.options).best.policy
+            self._blocks[key] = replace(for_cohorts(policy, len(self.machines)), weights=ON_DEVICE, neurons=0.0)
+        return self._blocks[key]
 
     def balanced(self, policy: Policy, ranges: Sequence[Range]) -> list[Range]:
         """Return the layers of each stage, moved from slow stages to fast ones while the slowest gets faster."""

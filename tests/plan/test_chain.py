@@ -68,11 +68,13 @@ def test_no_other_layers_are_faster(name: str) -> None:
 
 @pytest.mark.slow
 def test_embedding_and_head_count() -> None:
-    """A table that takes as much memory and time as layers leaves fewer layers to the first and the last stage."""
+    """A table that takes as much memory and time as layers leaves fewer layers to the last stage, and not more than an
+    even part to the first one, where it takes memory."""
     wide = opt(12, 1024, 16, 120_000)  # of the size of ten layers
     plan = plan_chain(wide, [SMALL] * 3, Workload({(64, 16): 256}))
     counts = [end - first for first, end in (stage.layers for stage in plan.stages)]
-    assert max(counts[0], counts[2]) < 4 < counts[1]
+    assert counts[0] <= 4
+    assert counts[2] < 4 < counts[1]
 
 
 def test_streamed_weights_are_read_for_each_cohort() -> None:

@@ -22,32 +22,22 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from flexengine import __version__
-from flexengine.activity import message
 from flexengine.config import SamplingParams
 from flexengine.engine.core import Core
 from flexengine.engine.options import EngineOptions
-from flexengine.engine.planner import UNLIMITED, Planner
 from flexengine.engine.stages import Stage, StageDriver, StageResult, Sweep
 from flexengine.errors import BadCheckpoint, FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost, WorkerLost
 from flexengine.guests.attention_workers.workers import WorkerTier
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, FrameChannel, OrderKind, PipelineGroup
-from flexengine.guests.wire.link import answers_read, pack, unpack
+from flexengine.guests.wire.link import pack, unpack
 from flexengine.lossy import PREDICTORS, Lossy
 from flexengine.model import identity
-from flexengine.plan.candidates import Options
-from flexengine.plan.cost import Prediction
-from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Layout
-from flexengine.plan.placement import ON_DEVICE
-from flexengine.plan.search import Search
-from flexengine.plan.stages import Strategy, block_of, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Shortage
@@ -64,7 +54,7 @@ FIELDS: dict[type[FlexError], tuple[str, ...]] = {
     OutOfMemory: ("tier", "what", "needed", "used", "capacity"),
     WorkerLost: ("place", "place", "why"),
 }
-LAYOUT = 4  # of frames; raise it with every change of them
+LAYOUT = 5  # of frames; raise it with every change of them
 
 
 class ChannelPort(Port):
@@ -118,6 +108,9 @@ class JobOrder:
     block: int | None = None  # most sequences alive, for the choice of a policy; None for free choice
     prefill_tokens: int | None = None  # most tokens of a prefill chunk; None for free choice
     lost: Sequence[str] = ()  # places of attention workers that are replaced first
+    # First layer, and last layer + 1, of each stage, which it takes first; () if all keep theirs
+    layers: Sequence[tuple[int, int]] = ()
+    hardware: dict[str, Any] | None = None  # rates to plan with, as in a hardware file; None for the stage's own
 
 
 def claimant(sequence: sweeps.Sequence) -> sweeps.Sequence:
@@ -314,60 +307,6 @@ class RemoteStage(Stage):
         """End the job in all other stages. The last one calls the driver, as they must not wait for one another."""
         if self.rank == self.driver.group.size - 1:
             self.driver.end()
-
-
-class PipelinePlanner(Planner):
-    """Plans the jobs of a pipeline, for its first stage. Every stage chooses the best policy for itself. All then take
-    the one under which the slowest stage is fastest. `others` are the other stages' plans of the last layout."""
-
-    def __init__(self, driver: Driver, strategy: Strategy | None, *args: Any) -> None:
-        super().__init__(*args)
-        self.driver, self.strategy = driver, strategy
-        self.others: list[RemotePlan] = []
-        self.alone, self.cohorts = False, driver.group.size
-
-    def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
-        """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""
-        layout = super().layout(workload, resident)
-        job = JobOrder(workload, self.opened.lossy, layout.policy, given=self.policy is not None)
-        self.others = list(self.driver.ask(OrderKind.LAY_OUT, RemotePlan, job)().values())
-        return layout
-
-    def _say_unused(self, searched: Search) -> None:
-        message("attention workers are not used: the stages are predicted to be no faster with them")
-
-    def choose(
-        self,
-        workload: Workload,
-        resident: Policy | None = None,
-        limits: Options = UNLIMITED,
-        known: Hardware | None = None,
-    ) -> Prediction:
-        """Return a policy for all stages, with the weights of the first one, and its prediction for the first stage.
-        Arguments and errors as for `Planner.choose`; an error of another stage names the stage."""
-        tokens = limits.prefill_tokens or self.prefill_tokens
-        if self.strategy is not None and limits.block is None:
-            shared = block_of(self.strategy, workload)
-            shared = replace(shared, prefill_tokens=tokens or shared.prefill_tokens)
-        else:  # of the policies that are best for a stage, the one under which the slowest stage is fastest
-            job = JobOrder(workload, self.opened.lossy, Policy(), block=limits.block, prefill_tokens=tokens)
-            others = self.driver.ask(OrderKind.CHOOSE, Policy, job)
-            with answers_read(others):
-                own = super().choose(workload, resident, limits, known).policy
-            every = {replace(policy, weights=ON_DEVICE, neurons=0.0) for policy in (own, *others().values())}
-            by_size = sorted(every, key=lambda policy: (policy.block_size, str(policy)))  # a tie takes the smallest
-            shared = min(by_size, key=lambda policy: self._slowest(policy, workload, resident, known))
-        return place_weights(self.cost(workload, known), shared, self.machine.capacity, resident)
-
-    def _slowest(self, policy: Policy, workload: Workload, resident: Policy | None, known: Hardware | None) -> float:
-        """Return the seconds of work of the slowest stage under a block; infinite if a stage has no room for it."""
-        answers = self.driver.ask(OrderKind.LAY_OUT, RemotePlan, JobOrder(workload, self.opened.lossy, policy))
-        slowest = inf
-        with suppress(OutOfMemory):
-            slowest = place_weights(self.cost(workload, known), policy, self.machine.capacity, resident).total_seconds
-        with suppress(OutOfMemory):
-            return max(slowest, *(plan.seconds for plan in answers().values()))
-        return inf
 
 
 def check_alike(core: Core, options: EngineOptions, group: PipelineGroup) -> None:

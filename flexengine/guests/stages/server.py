@@ -4,12 +4,15 @@ from typing import Any
 
 import torch
 
+from flexengine.engine.rates import RateStore
 from flexengine.engine.session import Session
 from flexengine.engine.stages import LocalStage, StageResult
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Ended, Frame, OrderKind, PipelineGroup
+from flexengine.guests.stages.planner import take_layers
 from flexengine.guests.stages.remote import TRACE, ChannelPort, JobOrder, Order, RemoteParts, RemotePlan, failure
 from flexengine.guests.wire.link import pack, unpack
 from flexengine.plan.candidates import Options
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.stages import place_weights
 from flexengine.policy import Policy
@@ -33,6 +36,7 @@ class StageServer:
         self.stage: LocalStage | None = None
         self.failed = False
         self._members: dict[int, RowSequence] = {}
+        self._hardware: dict[str, Any] | None = None  # the driver's rates, if all stages plan with them
 
     def run(self) -> None:
         """Carry out orders. Raise StageLost if the driver or a neighbour is lost."""
@@ -70,8 +74,17 @@ class StageServer:
             if job.lossy != self.core.lossy:
                 self.core.drop_weights()
                 self.planner.use(job.lossy)
+            self._follow(job)
             work = {OrderKind.CHOOSE: self._chosen, OrderKind.LAY_OUT: self._planned, OrderKind.PREPARE: self._prepared}
             self._reply(OrderKind.ANSWER, frame, work[OrderKind(frame.kind)](job))
+
+    def _follow(self, job: JobOrder) -> None:
+        """Take the layers and the rates that an order names."""
+        if job.layers:
+            take_layers(self.core, self.planner, job.layers[self.group.rank])
+        if job.hardware is not None and job.hardware != self._hardware:
+            rates, self._hardware = Hardware.from_json(job.hardware, "rates of stage 0"), job.hardware
+            self.planner.rates = RateStore(self.core.machine, self.core.opened, rates)
 
     def _reply(self, kind: OrderKind, frame: Frame, values: Any) -> None:
         self.results.put(Frame(kind, frame.job, frame.kind, body=pack(values)))

@@ -75,7 +75,7 @@ def parser() -> Parser:
     p.group("job", common.INPUT, common.ROWS, _JOB, LENGTHS)
     p.group("machine", _HARDWARE, common.MACHINE)
     p.group("lossy", common.LOSSY, about="as for run")
-    p.group("cluster", others.CLUSTER, about="a pipeline over several devices")
+    p.group("cluster", others.CLUSTER, about=others.ABOUT)
     policy = f"{common.POLICY.text.rstrip()}; {shipped.listed('policies')}"
     p.group("output", common.POLICY._replace(text=policy), _OUTPUT)
     return p
@@ -126,7 +126,7 @@ def plan(args: argparse.Namespace) -> None:
     openers.load_libraries()
     opened = openers.open_bare(args, lossy, other.kind if other else None)
     rows = _workload(args, opened)
-    made = choices(names) if set(names) - {TOKENS_PARTITION} else ()
+    made = choices(names) if set(names) - {TOKENS_PARTITION} and not others.chooses_bits(args) else ()
     if unsuited := next(filter(None, map(opened.refusal, made)), None):
         say(f"not considered: {unsuited}")
     if among := [each for each in made if opened.refusal(each) is None]:
@@ -211,7 +211,9 @@ def _check(args: argparse.Namespace) -> None:
     """Raise InvalidInput if options exclude each other, a value is not allowed, or a file cannot be written. Called
     before all other work."""
     if args.cluster is None:
-        refuse_given(args, others.CLUSTER_ONLY, "is for a plan with --cluster; give --cluster, or leave it out")
+        of_cluster = [name for name in others.CLUSTER_ONLY if args.stages is None or name not in others.BITS_ONLY]
+        refuse_given(args, of_cluster, "is for a plan with --cluster; give --cluster, or leave it out")
+        others.check_bits(args)
     for name, most in _MOST.items():
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
@@ -228,6 +230,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.stages is not None:
         why = "is for the plan of one machine, but --stages is given; leave one out"
         refuse_given(args, ("cluster", "policy", "compare", "frontier", "latency", "plot", "save_lp"), why)
+        if TOKENS_PARTITION in (args.allow or "").split(","):
+            what = "divides attention among attention workers, which --stages does not plan"
+            raise InvalidInput(f"--allow {TOKENS_PARTITION} {what}; leave one out")
     if args.latency is not None and not 0 < args.latency < math.inf:
         raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
     for option, other in (("frontier", "compare"), ("offload_dir", "hardware")):
@@ -239,7 +244,7 @@ def _check(args: argparse.Namespace) -> None:
         check(args.plot)
     hardware = args.hardware and shipped.find("hardware", args.hardware)
     read = {f"--compare {name}": shipped.find("policies", name) for name in args.compare or ()}
-    read |= {"--input": args.input, "--hardware": hardware}
+    read |= {"--input": args.input, "--hardware": hardware, "--harm": args.harm}
     common.check_written(args, {"--plot": args.plot, "--save": args.save, "--save-lp": args.save_lp}, read)
 
 

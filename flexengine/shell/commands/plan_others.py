@@ -9,6 +9,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ from flexengine.plan.chain import ChainPlan, chain_strategy, plan_chain
 from flexengine.plan.cluster import file
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
-from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
+from flexengine.plan.cluster.job import ClusterJob, Format, Harm, Model, assumed_harm
 from flexengine.plan.cluster.search import METHODS, Found, Limits, search
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.min_memory import fitting, left_out
+from flexengine.plan.mixes import MixedPlan, plan_mixed
+from flexengine.plan.sparse import sparse_warning
 from flexengine.plan.stages import FORMATS
 from flexengine.plan.workload import Workload
 from flexengine.shell.commands.messages import say
@@ -43,7 +46,9 @@ _UNUSED = (
     *("device", "device_mem", "host_mem", "offload_dir", "compute", "cache", "sparse_attention", "flash", "sparsify"),
     *("calibrate", "calibration_text"),
 )
-CLUSTER_ONLY = ("theta", "harm", "indicator", "group", "method", "batch", "search_seconds")
+BITS_ONLY = ("theta", "harm", "indicator")  # also let plan --stages choose the format of each layer
+CLUSTER_ONLY = (*BITS_ONLY, "group", "method", "batch", "search_seconds")
+ABOUT = "a pipeline over several devices; --theta, --harm and --indicator also choose formats of layers for --stages"
 # None is the default of each, so that one that is given without --cluster is refused, whatever its value.
 CLUSTER = OptionTable(
     f"""
@@ -64,11 +69,32 @@ CLUSTER = OptionTable(
 def check_cluster(args: argparse.Namespace) -> None:
     """Raise InvalidInput if options do not go with --cluster, a value is not allowed, or a file cannot be written."""
     refuse_given(args, _UNUSED, "has no effect with --cluster, whose file describes the devices; leave one out")
-    if args.indicator and not args.harm:
-        raise InvalidInput(f"--indicator {args.indicator} says which numbers of --harm count; give --harm, too")
-    check_least(args, theta=0, group=1, batch=1, search_seconds=1e-3)
+    check_bits(args)
+    check_least(args, group=1, batch=1, search_seconds=1e-3)
     cluster = shipped.find("clusters", args.cluster)
     check_written(args, {"--save": args.save}, {"--input": args.input, "--cluster": cluster, "--harm": args.harm})
+
+
+def check_bits(args: argparse.Namespace) -> None:
+    """Raise InvalidInput if --indicator is given without --harm, or --theta is negative."""
+    if args.indicator and not args.harm:
+        raise InvalidInput(f"--indicator {args.indicator} says which numbers of --harm count; give --harm, too")
+    check_least(args, theta=0)
+
+
+def chooses_bits(args: argparse.Namespace) -> bool:
+    """Return whether a plan of --stages chooses the format of each layer, by harm."""
+    return args.stages is not None and any(getattr(args, name) is not None for name in BITS_ONLY)
+
+
+def _harm(args: argparse.Namespace, model: Model, formats: Sequence[Format]) -> Harm:
+    """Return the harm by layer and format, of the file or assumed."""
+    if args.harm:
+        return file.load_harm(args.harm, len(model.kinds), formats, args.indicator or "measured")
+    if len(formats) > 1:
+        rule = "proportional to parameters and 4^-bits, all layers in int4 = 1"
+        say(f"harm of formats is assumed: {rule}; flexengine quality --harm FILE measures it, and --harm reads it")
+    return assumed_harm(model, formats)
 
 
 def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespace, OpenModel], Workload]") -> None:
@@ -79,13 +105,7 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
     load_libraries()
     models, opened = _models(args, cluster, formats)
     first = next(iter(models.values()))
-    if args.harm:
-        table = file.load_harm(args.harm, len(first.kinds), formats, args.indicator or "measured")
-    else:
-        table = assumed_harm(first, formats)
-        if len(formats) > 1:
-            rule = "proportional to parameters and 4^-bits, all layers in int4 = 1"
-            say(f"harm of formats is assumed: {rule}; flexengine quality --harm FILE measures it, and --harm reads it")
+    table = _harm(args, first, formats)
     job = ClusterJob(workload(args, opened))
     theta = ClusterTask.theta if args.theta is None else args.theta
     task = ClusterTask(cluster, models, job, formats, table, theta, args.group or ClusterTask.group)
@@ -95,8 +115,8 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
         found, chain = searched(task, limits)
         helps = explain.cluster_helps(found, limits) if found else []
     if chain is not None:
-        say("stages use host and disk tiers, with exact layers; harm, theta and groups have no part in this plan")
-        say_chain(args, opened, chain, names=[device.name for device in task.cluster.devices])
+        say("stages use host and disk tiers; --group and --method have no part in this plan")
+        say_chain(args, opened, chain.chain, names=[device.name for device in task.cluster.devices], mixed=chain)
         return
     assert found is not None
     if args.json:
@@ -107,12 +127,11 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
         write(args.save, found.plan.strategy().text())
 
 
-def searched(task: ClusterTask, limits: Limits) -> tuple[Found | None, ChainPlan | None]:
+def searched(task: ClusterTask, limits: Limits) -> tuple[Found | None, MixedPlan | None]:
     """Return the plan of a cluster with all KV cache on its devices, and the plan of stages with host and disk tiers if
     that one is predicted to be faster. Raise FlexError if neither fits.
 
-    Only devices with hardware files have these tiers. Such stages are in the order of the file, with exact layers and
-    free links.
+    Only devices with hardware files have these tiers. Such stages are in the order of the file, with free links.
     """
     machines = [machine for device in task.cluster.devices if (machine := device.machine) is not None]
     found, refused, chain = None, None, None
@@ -124,13 +143,16 @@ def searched(task: ClusterTask, limits: Limits) -> tuple[Found | None, ChainPlan
     # Devices of one node would share its RAM and disk, and other kinds of devices hold a model in other dtypes.
     nodes = {device.node or str(rank) for rank, device in enumerate(devices)}
     alike = len({device.kind for device in devices}) == 1 and len(nodes) == len(devices)
-    if alike and len(machines) == len(devices) and None in task.formats and limits.batch is None:
+    if alike and len(machines) == len(devices) and limits.batch is None:
         with suppress(OutOfMemory, InvalidInput):
-            chain = plan_chain(task.model.exact, machines, task.job.workload)
+            chain = plan_mixed(
+                task.model, task.formats, task.harm, task.theta, lambda m: plan_chain(m, machines, task.job.workload)
+            )
     if chain is None and refused is not None:
         raise refused
-    if found is not None and chain is not None and chain.seconds + link_seconds(task, chain) >= found.plan.priced.cost:
-        chain = None
+    if found is not None and chain is not None:
+        links = link_seconds(task, chain.chain)
+        chain = chain if chain.cost + links < found.plan.priced.cost else None
     return found, chain
 
 
@@ -153,30 +175,62 @@ def plan_stages(
     args: argparse.Namespace, opened: "OpenModel", hardware: Hardware, workload: Workload, lossy: Lossy
 ) -> None:
     """Plan a chain of equal machines, print the report, and write the strategy. Raise FlexError if no plan fits."""
+    machines, bits = [hardware] * args.stages, chooses_bits(args)
+    formats = _formats(args) if bits else ()
+    model = _by_format(opened, formats) if bits else Model({None: opened.facts})
+    table = _harm(args, model, formats) if bits else assumed_harm(model, formats)
+    theta = ClusterTask.theta if args.theta is None else args.theta
+
+    def planned(part: Workload) -> ChainPlan | MixedPlan:
+        if bits:
+            return plan_mixed(model, formats, table, theta, lambda facts: plan_chain(facts, machines, part))
+        return plan_chain(opened.facts, machines, part)
+
     with activity("planning", "searching the stages with the shortest predicted time"):
-        machines = [hardware] * args.stages
-        plan, largest, why = fitting(workload, lambda part: plan_chain(opened.facts, machines, part))
+        plan, largest, why = fitting(workload, planned)
     if text := left_out(workload, largest, why):
         say(text)
-    say_chain(args, opened, plan, lossy)
+    mixed = plan if isinstance(plan, MixedPlan) else None
+    say_chain(args, opened, plan.chain if isinstance(plan, MixedPlan) else plan, lossy, mixed=mixed)
 
 
 def say_chain(
-    args: argparse.Namespace, opened: "OpenModel", plan: ChainPlan, lossy: Lossy = EXACT, names: Sequence[str] = ()
+    args: argparse.Namespace,
+    opened: "OpenModel",
+    plan: ChainPlan,
+    lossy: Lossy = EXACT,
+    names: Sequence[str] = (),
+    mixed: MixedPlan | None = None,
 ) -> None:
-    """Print the report of a chain, and write its strategy. names: of the devices of a cluster."""
-    found, hardware = chain_helps(plan), plan.stages[0].cost.hardware
+    """Print the report of a chain, and write its strategy.
+
+    Args:
+        names: of the devices of a cluster.
+        mixed: the formats of the layers, if they were chosen by harm; None for those of `lossy`.
+    """
+    slow = plan.stages[plan.slowest]
+    if warning := sparse_warning(slow.cost, slow.prediction):
+        say(warning)
+    found, hardware = chain_helps(plan, thorough=args.verbose), plan.stages[0].cost.hardware
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
-    head = {"model": opened.source.name, "lossy": lossy.enabled, "hardware": hardware.name}
+    forms = [lossy.weights] * len(opened.facts.layers) if isinstance(lossy.weights, str | None) else lossy.weights
+    if mixed is not None:
+        forms = mixed.forms
+    head: dict[str, Any] = {"model": opened.source.name, "lossy": lossy.enabled, "hardware": hardware.name}
     head |= {"devices": names} if names else {}
-    print(json.dumps(head | chain_json(plan, found), allow_nan=False) if args.json else chain_report(plan, name, found))
+    head |= {"formats": forms, "harm": mixed.harm, "cost": mixed.cost} if mixed is not None else {}
+    if args.json:
+        print(json.dumps(head | chain_json(plan, found), allow_nan=False))
+    else:
+        print(chain_report(plan, name, found, mixed, args.verbose))
     if args.save:
-        forms = [lossy.weights] * len(opened.facts.layers) if isinstance(lossy.weights, str | None) else lossy.weights
         write(args.save, chain_strategy(plan, opened.facts, forms, names).text())
 
 
 def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
-    """Return the formats that layers may have. Raise InvalidInput if an allowed name is no format of a layer."""
+    """Return the formats that layers may have. Raise InvalidInput if an allowed name is no format of a layer, or if
+    harm is given for --stages, but there is one format."""
+    what = "--cluster" if args.cluster is not None else f"--{next(n for n in BITS_ONLY if n in args.changed)}"
     if args.weights is not None:
         if args.weights not in FORMATS:
             known = ", ".join(filter(None, FORMATS))
@@ -187,10 +241,14 @@ def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
     by_name = {f"{form}-weights": form for form in FORMATS if form}
     given = args.allow.split(",") if args.allow is not None else []
     if wrong := next((name for name in given if name not in by_name), None):
-        fault = "has no effect with --cluster" if wrong in ALLOWED else "is unknown"
-        raise InvalidInput(f"--allow {wrong} {fault}; with --cluster it takes {', '.join(by_name)}")
+        fault = f"has no effect with {what}" if wrong in ALLOWED else "is unknown"
+        raise InvalidInput(f"--allow {wrong} {fault}; with {what} it takes {', '.join(by_name)}")
     names = [*QUALITY[args.quality], *given]
-    return (None, *(form for name, form in by_name.items() if name in names))
+    formats = (None, *(form for name, form in by_name.items() if name in names))
+    if args.cluster is None and len(formats) == 1:
+        remedy = "give --quality small, or --allow int8-weights,int4-weights"
+        raise InvalidInput(f"{what} chooses formats of layers, but all are exact; {remedy}")
+    return formats
 
 
 def _models(
@@ -200,13 +258,18 @@ def _models(
     models: dict[str, Model] = {}
     for kind in dict.fromkeys(device.kind for device in cluster.devices):
         opened = open_bare(args, Lossy(), kind)
-        facts = {}
-        for form in dict.fromkeys((None, *formats, *FORMATS)):
-            opened.use(Lossy(weights=form))
-            facts[form] = opened.facts
-        models[kind] = Model(facts)
-        opened.use(Lossy())
+        models[kind] = _by_format(opened, formats)
     return models, opened
+
+
+def _by_format(opened: "OpenModel", formats: Sequence[Format]) -> Model:
+    """Return the sizes of an opened model in each format, beside the present lossy switches."""
+    facts, before = {}, opened.lossy
+    for form in dict.fromkeys((None, *formats, *FORMATS)):
+        opened.use(replace(before, weights=form))
+        facts[form] = opened.facts
+    opened.use(before)
+    return Model(facts)
 
 
 # Slices.

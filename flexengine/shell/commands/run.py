@@ -166,7 +166,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Print the plan. Write only the measured rates of the machine, to the cache."""
     from flexengine.engine.file_job import check_rows
     from flexengine.engine.survey import Refused
-    from flexengine.guests.stages.remote import PipelinePlanner
+    from flexengine.guests.stages.planner import PipelinePlanner
     from flexengine.plan.candidates import Options
     from flexengine.plan.min_memory import left_out
     from flexengine.shell.explain.chain import StageLine, slowest_line, stage_lines

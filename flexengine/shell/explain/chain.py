@@ -3,16 +3,18 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple
 
 from flexengine.plan.candidates import Options
-from flexengine.plan.chain import ChainPlan
+from flexengine.plan.chain import ChainPlan, ChainStage
 from flexengine.plan.formatting import clock, count, digits, percent, place_name, size
+from flexengine.plan.mixes import MixedPlan
 from flexengine.plan.search import waits_for
 from flexengine.policy import Policy, shares
 from flexengine.shell.explain.text import as_json as prediction_json
-from flexengine.shell.explain.text import job_size, machine, policy_words
-from flexengine.shell.explain.whatif import Help, helps
+from flexengine.shell.explain.text import job_size, lanes_table, machine, memory, placement, policy_words
+from flexengine.shell.explain.whatif import SEARCH_SECONDS, Help, helps
 
 
 class StageLine(NamedTuple):
@@ -22,16 +24,23 @@ class StageLine(NamedTuple):
     policy: Policy
     seconds: float  # of work
     bottleneck: str  # lane with the most work
+    forms: Sequence[str | None] = ()  # format of each layer, if formats were chosen by harm
 
 
 def stage_lines(plans: Sequence[StageLine], ram: bool) -> list[str]:
     """Return a line for each stage. ram: whether device and host are one memory."""
     lines = []
-    for rank, ((begin, end, *_), policy, seconds, _) in enumerate(plans):
+    for rank, ((begin, end, *_), policy, seconds, _, forms) in enumerate(plans):
         split = shares(policy.weights).items()
         weights = ", ".join(f"{percent(share)} {place_name(place, ram)}" for place, share in split if share)
-        lines.append(f"  {rank}: layers {begin} to {end - 1}, weights {weights}, {clock(seconds)} of work")
+        bits = f" ({form_words(forms)})" if forms else ""
+        lines.append(f"  {rank}: layers {begin} to {end - 1}{bits}, weights {weights}, {clock(seconds)} of work")
     return lines
+
+
+def form_words(forms: Sequence[str | None]) -> str:
+    """Return how many layers have each format. forms: of each layer."""
+    return ", ".join(f"{number} {form or 'exact'}" for form, number in Counter(forms).items())
 
 
 def slowest_line(plans: Sequence[StageLine], ram: bool) -> str:
@@ -45,11 +54,13 @@ def slowest_line(plans: Sequence[StageLine], ram: bool) -> str:
     )
 
 
-def chain_helps(plan: ChainPlan, options: Options | None = None) -> list[Help]:
-    """Return the changes of the slowest stage's machine, or of its weights, that make its work shorter."""
+def chain_helps(plan: ChainPlan, options: Options | None = None, thorough: bool = False) -> list[Help]:
+    """Return the changes of the slowest stage's machine, or of its weights, that make its work shorter. thorough:
+    search every change, without a limit of time."""
     stage = plan.stages[plan.slowest]
     cost, limits = stage.cost, replace(options or Options(), cohorts=stage.cost.cohorts)
-    return helps(cost.model, cost.hardware, cost.workload, stage.prediction, limits)
+    budget = inf if thorough else SEARCH_SECONDS
+    return helps(cost.model, cost.hardware, cost.workload, stage.prediction, limits, budget)
 
 
 def _machines(plan: ChainPlan) -> str:
@@ -58,11 +69,20 @@ def _machines(plan: ChainPlan) -> str:
     return " + ".join(f"{number} x {name}" for name, number in alike.items())
 
 
-def chain_report(plan: ChainPlan, name: str, found: Sequence[Help]) -> str:
-    """Return the whole explanation. found: from `chain_helps`."""
+def chain_report(
+    plan: ChainPlan, name: str, found: Sequence[Help], mixed: MixedPlan | None = None, verbose: bool = False
+) -> str:
+    """Return the whole explanation.
+
+    Args:
+        found: from `chain_helps`.
+        mixed: the formats of the layers, if they were chosen by harm.
+        verbose: add placement, memory and lanes of every stage.
+    """
     first, slow = plan.stages[0].cost, plan.stages[plan.slowest]
     each = [(stage.layers, stage.prediction) for stage in plan.stages]
-    lines = [StageLine(layers, p.policy, p.total_seconds, p.bottleneck) for layers, p in each]
+    forms = () if mixed is None else mixed.forms
+    lines = [StageLine(layers, p.policy, p.total_seconds, p.bottleneck, forms[slice(*layers)]) for layers, p in each]
     shared = first.hardware.shared
     parts = [
         [f"{name} on {_machines(plan)}", job_size(first.workload)],
@@ -72,6 +92,7 @@ def chain_report(plan: ChainPlan, name: str, found: Sequence[Help]) -> str:
             f"prediction: {digits(plan.tokens_per_second)} tok/s generated; job {clock(plan.seconds)}, of which"
             f" {clock(max(0.0, plan.seconds - slow.prediction.total_seconds))} without work of stage {plan.slowest}",
             slowest_line(lines, shared),
+            *(_harm_words(plan, mixed) if mixed is not None else []),
         ],
         [f"memory of stage {plan.slowest}: {_memory(plan)}"],
         [
@@ -82,7 +103,27 @@ def chain_report(plan: ChainPlan, name: str, found: Sequence[Help]) -> str:
         else [],
     ]
     parts[2] += stage_lines(lines, shared)
+    if verbose:
+        parts += [_details(rank, stage) for rank, stage in enumerate(plan.stages)]
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _harm_words(plan: ChainPlan, mixed: MixedPlan) -> list[str]:
+    return [
+        f"formats: {form_words(mixed.forms)}; harm {digits(mixed.harm)}, worth {digits(mixed.cost - plan.seconds)} s of"
+        f" the cost {digits(mixed.cost)} s"
+    ]
+
+
+def _details(rank: int, stage: ChainStage) -> list[str]:
+    """Return placement, memory and seconds by lane of a stage."""
+    cost, prediction = stage.cost, stage.prediction
+    return [
+        f"stage {rank} alone (bytes of its own layers; its sweeps have all cohorts)",
+        *placement(cost.model, cost.workload, prediction, cost.hardware.shared),
+        *memory(prediction, cost.hardware, verbose=True),
+        *lanes_table(prediction, cost.hardware),
+    ]
 
 
 def _memory(plan: ChainPlan) -> str:

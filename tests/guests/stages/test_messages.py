@@ -73,6 +73,7 @@ def test_jobs(sizes: dict[tuple[int, int], int], spared: float) -> None:
     workload = Workload(sizes, dict.fromkeys(sizes, spared), scored=3)
     policy = Policy(3, weights=(0.125, 0.25, 0.625), cache=(0.0, 1.0, 0.0), slots=1, delegate="host")
     job = JobOrder(workload=workload, lossy=Lossy(weights=("int8", None), cache="int8"), policy=policy)
+    job = replace(job, layers=[(0, 3), (3, 4)], hardware={"name": "x", "links": {"h2d": [[1.0, 2.0]]}})
     assert unpack(pack(job), JobOrder) == replace(job, lost=[])
 
 

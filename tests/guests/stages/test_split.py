@@ -1,54 +1,95 @@
-"""The layers of stages on one machine, by predicted seconds."""
+"""The layers of stages on one machine, by the predicted seconds of the job's rows."""
 
-import json
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.pipeline.models import make_model
-from flexengine import Links, Policy
-from flexengine.engine.options import EngineOptions
-from flexengine.engine.stages import ProcessGroup
-from flexengine.guests.stages.split import layers_of
+from flexengine import Engine, Links, Policy, SamplingParams
+from flexengine.plan.chain import ChainSearch
+from tests.helpers.threads import Pipeline, in_threads
 
-LAYERS = 8
+pytestmark = pytest.mark.slow
+LAYERS, STAGES = 8, 3
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
+ROWS = [{"prompt_token_ids": [7 * i + j for j in range(1 + i % 5)]} for i in range(12)]
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A model whose head has the bytes of seven layers, behind a slow link."""
     folder: Path = tmp_path_factory.mktemp("head") / "model"
     make_model(folder, LAYERS, 128, vocabulary=12_000)
-    return EngineOptions(folder, device="sim", device_mem="80M", host_mem="1G", links=Links(h2d=5e6, d2h=5e6))
+    slow = Links(h2d=4e7, d2h=4e7)
+    return {"model": folder, "device": "sim", "device_mem": "8M", "host_mem": "1G", "links": slow}
 
 
-class FakeGroup(ProcessGroup):
-    """A process of a group on one machine, which gets what rank 0 has sent."""
-
-    def __init__(self, rank: int, size: int, sent: list[str]) -> None:
-        self.rank, self.size, self.local_size, self.local_rank, self.sent = rank, size, size, rank, sent
-
-    def exchange(self, key: str, value: str) -> list[str]:
-        if self.rank == 0:
-            self.sent[:] = [value]
-        return self.sent
+def tokens(engine: Any) -> list[Any]:
+    results = engine.generate(ROWS, GREEDY)
+    assert [result.error for result in results] == [None] * len(ROWS)
+    return [result.token_ids for result in results]
 
 
-def test_all_ranks_take_the_layers_of_rank_0(options: EngineOptions) -> None:
-    sent: list[str] = []
-    ranges = [layers_of(options, FakeGroup(rank, 3, sent), LAYERS) for rank in range(3)]
-    assert ranges == [tuple(each) for each in json.loads(sent[0])]
-    assert all(a[1] == b[0] for a, b in pairwise(ranges))
-    assert (ranges[0][0], ranges[-1][1]) == (0, LAYERS)
+@contextmanager
+def on_one_machine(stages: int, **options: Any) -> Iterator[Pipeline]:
+    """Yield a pipeline whose stages count as processes of one machine. Each has the memory of the options."""
+    with in_threads(stages, **options) as pipeline:
+        for group in (pipeline.engine.planner.driver.group, *(server.group for server in pipeline.servers)):
+            group.local_size = stages
+        yield pipeline
 
 
-def test_layers_are_even_with_a_policy_and_on_several_machines(options: EngineOptions) -> None:
-    sent: list[str] = []
-    given = replace(options, policy=Policy(2, 4))
-    assert [layers_of(given, FakeGroup(rank, 2, sent), LAYERS) for rank in range(2)] == [(0, 4), (4, 8)]
-    far = FakeGroup(0, 2, sent)
-    far.local_size = 1
-    assert layers_of(options, far, LAYERS) == (0, 4)
-    assert sent == ["[]"]
+def layers_of(pipeline: Any) -> list[tuple[int, int]]:
+    cores = [pipeline.engine.core, *(server.core for server in pipeline.servers)]
+    return [core.skeleton.layer_range for core in cores]
+
+
+def test_the_stage_with_the_head_gets_fewer_layers(options: dict[str, Any]) -> None:
+    """All stages take the layers that the first one plans for the rows, plan with its rates, and compute the tokens of
+    one process. The next job keeps the layers, whose weights are in memory."""
+    with Engine(**options) as engine:
+        expected = tokens(engine)
+    with on_one_machine(STAGES, **options) as pipeline:
+        assert layers_of(pipeline) == [(0, 3), (3, 6), (6, 8)]
+        assert tokens(pipeline.engine) == expected
+        ranges, planner = layers_of(pipeline), pipeline.engine.planner
+        counts = [end - first for first, end in ranges]
+        assert sum(counts) == LAYERS
+        assert counts[-1] == min(counts) < LAYERS // STAGES
+        assert planner.ranges == ranges
+        own = planner.rates.known()
+        for server in pipeline.servers:
+            assert server.planner.rates.known() == own.with_capacity(server.core.machine.capacity)
+        assert tokens(pipeline.engine) == expected
+        assert layers_of(pipeline) == ranges
+
+
+def test_no_split_is_faster_for_the_block(options: dict[str, Any]) -> None:
+    """All splits of the layers are tried. Each stage predicts the seconds that the first one predicts for it."""
+    with on_one_machine(STAGES, **options) as pipeline:
+        planner = pipeline.engine.planner
+        workload = pipeline.engine.reader.survey(ROWS, GREEDY)
+        layout = planner.plan(workload).layout
+        whole, machine = planner._whole.facts, planner.rates.known()
+        search, block = ChainSearch(whole, [machine] * STAGES, workload), planner._block
+        others = search.seconds(layout.policy, planner.ranges)[1:]
+        assert [plan.seconds for plan in planner.others] == pytest.approx(others, rel=1e-3)
+        every = [((0, a), (a, b), (b, LAYERS)) for a in range(1, LAYERS) for b in range(a + 1, LAYERS)]
+        best = min(max(search.seconds(block, ranges)) for ranges in every)
+        assert max(search.seconds(block, planner.ranges)) == pytest.approx(best, rel=0.03)
+
+
+def test_layers_are_even_with_a_policy(options: dict[str, Any]) -> None:
+    with on_one_machine(2, **options, policy=Policy(2, 4, weights=(0, 1, 0))) as pipeline:
+        tokens(pipeline.engine)
+        assert layers_of(pipeline) == [(0, 4), (4, 8)]
+
+
+def test_layers_are_even_on_several_machines(options: dict[str, Any]) -> None:
+    with in_threads(2, **options) as pipeline:
+        tokens(pipeline.engine)
+        assert layers_of(pipeline) == [(0, 4), (4, 8)]
+        assert all(server._hardware is None for server in pipeline.servers)
