@@ -91,8 +91,9 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
             with measuring("records of this model's neurons", "model", "10 s"):
                 found["blocks"] = {**resolve_name(RECORDS)(opened, machine)}
         table = found["layers"].get(name) or hardware.layers.get(name)
-        if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):
-            found["streaming"] = {name: mutual}
+        if table and name not in hardware.streaming:
+            mutual = measure_streaming(opened, machine, table, hardware.checkpoint_read)
+            found["streaming"] = {name: mutual} if mutual else {}
         if name not in hardware.delegation and (lost := measure_delegation(opened, machine)) is not None:
             found["delegation"] = {name: lost}
     return {**found}

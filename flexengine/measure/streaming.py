@@ -70,7 +70,7 @@ class Streamed:
 
 
 @torch.no_grad()
-def measure_streaming(opened: OpenModel, machine: Machine, layer: Table) -> dict[str, float]:
+def measure_streaming(opened: OpenModel, machine: Machine, layer: Table, reads: Table) -> dict[str, float]:
     """Return `Hardware.streaming` of this model.
 
     Passes over the model's first layers, read from the checkpoint by direct I/O, are timed with and without overlap. In
@@ -80,6 +80,7 @@ def measure_streaming(opened: OpenModel, machine: Machine, layer: Table) -> dict
         opened: the model.
         machine: the machine to measure.
         layer: (tokens, seconds) of such a layer computed alone.
+        reads: `Hardware.checkpoint_read`.
 
     Returns:
         {} if two layers do not fit in memory, the first two layers differ, or there is no checkpoint.
@@ -103,14 +104,16 @@ def measure_streaming(opened: OpenModel, machine: Machine, layer: Table) -> dict
         way.direct = way.held = True
         try:
             weights.load_all_resident()
-            return _compared(weights, layer, _depth(opened))
+            nbytes = sum(t.stored_bytes for t in opened.facts.layers[0])
+            return _compared(weights, layer, _depth(opened), nbytes / at(reads, nbytes))
         finally:
             way.held = False
             weights.close()
 
 
-def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
-    """Return `Hardware.streaming` from passes with one weight slot (no overlap) and two (overlap)."""
+def _compared(weights: Weights, layer: Table, depth: int, told: float) -> dict[str, float]:
+    """Return `Hardware.streaming` from passes with one weight slot (no overlap) and two (overlap). told: seconds of
+    reading a layer by `Hardware.checkpoint_read`."""
     machine, added = weights.machine, list[float]()
     short = PassTrial(weights.skeleton, machine, WAITING)
     waited = [_passes(weights, [short], depth, slots=1) for _ in range(TURNS)]
@@ -126,7 +129,7 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
     lost, wake = (min(MOST_SLOWED, max(0.0, x)) for x in (median(added or [0.0]), wake))
     # At most 1, which adds all of the device's seconds to the disk's. With more, a disk lane with few reads would be
     # predicted to be the longest lane.
-    return {"device": lost, "disk_read": min(1.0, lost), "wake": wake}
+    return {"device": lost, "disk_read": min(1.0, lost), "wake": wake, "read": min(MOST_SLOWED, max(1.0, read / told))}
 
 
 def _depth(opened: OpenModel) -> int:

@@ -34,7 +34,7 @@ from flexengine.records import Limit, allowed, check, checked, load, named_field
 from flexengine.words import python_words
 
 KINDS = ("cpu", "cuda", "sim")
-STREAMING = ("device", "disk_read", "wake")
+STREAMING = ("device", "disk_read", "wake", "read")  # older files lack the last one
 LEAST, MOST = 1e-30, 1e30  # limits of all numbers, so that predicted seconds are finite
 MOST_SLOWED = 2.0  # most seconds that one second of a lane may add to another lane, or waiting to a layer
 ATTENTION = ("decode", "host", "prompt", "continued", "call")
@@ -203,7 +203,8 @@ class Hardware:
         streaming: by signature of the first layer, measured slowdown while the model's weights are streamed from the
             checkpoint; replaces crosstalk. device: seconds that one second of disk_read adds to the device. disk_read:
             seconds that one second of the device adds to disk_read. wake: seconds that a layer takes longer if the
-            device has waited for its weights.
+            device has waited for its weights. read: ratio of the seconds in which a layer is read to those of as many
+            bytes by checkpoint_read.
         workers: bytes of each attention worker.
         filed: how many of the workers, the last ones, hold pages in a file.
         engines: number of engines like this one that compute slices in turn while workers attend
@@ -291,8 +292,9 @@ class Hardware:
                         f"{name} {shown(key)} has {bracketed(sorted(unknown))}; it may have {', '.join(known)}"
                     )
         for name, figures in self.streaming.items():
-            if len(figures) < len(STREAMING):
-                raise InvalidInput(f"streaming {shown(name)} is {shown(figures)}; it must have {', '.join(STREAMING)}")
+            if set(STREAMING[:-1]) - set(figures):
+                wanted = ", ".join(STREAMING[:-1])
+                raise InvalidInput(f"streaming {shown(name)} is {shown(figures)}; it must have {wanted}")
         self._check_lanes()
 
     def _check_lanes(self) -> None:

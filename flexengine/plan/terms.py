@@ -251,6 +251,8 @@ class Sweeping:
             transfer: bytes of one transfer.
         """
         seconds = self.hardware.link_seconds(lane, nbytes, transfer, weights=kind == WEIGHTS)
+        if kind == WEIGHTS and lane == "disk_read":
+            seconds = seconds * self.rates.streaming.get("read", 1.0)
         return Term(lane, kind, place, seconds)
 
     def weights(self, streamed_bytes: float, reads: Mapping[str, float], read: float) -> Iterator[Term]:

@@ -26,8 +26,10 @@ def test_streaming(families: Any, tmp_path: Path, kind: str) -> None:
     known = families("llama")
     with Engine(known.directory, policy=Policy(), device=kind, device_mem="50M", offload_dir=tmp_path) as engine:
         booked = books(engine.core.machine)
-        found = streaming.measure_streaming(engine.core.opened, engine.core.machine, ((1.0, 1e-4), (64.0, 1e-3)))
-        assert set(found) == {"device", "disk_read", "wake"}
+        times, reads = ((1.0, 1e-4), (64.0, 1e-3)), ((1.0, 1e12),)
+        found = streaming.measure_streaming(engine.core.opened, engine.core.machine, times, reads)
+        assert set(found) == {"device", "disk_read", "wake", "read"}
+        assert found["read"] == 2  # no disk reads 1e12 bytes per second; this is the limit
         assert all(0 <= x <= 2 for x in found.values())
         assert books(engine.core.machine) == booked
         results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
@@ -71,7 +73,7 @@ def test_no_delegation_in_one_memory_or_without_room(families: Any, tmp_path: Pa
 def test_no_streaming_without_room_for_two_layers(families: Any, tmp_path: Path) -> None:
     known = families("llama")
     with Engine(known.directory, policy=Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
-        assert streaming.measure_streaming(engine.core.opened, engine.core.machine, ((1.0, 1.0),)) == {}
+        assert streaming.measure_streaming(engine.core.opened, engine.core.machine, ((1.0, 1.0),), ((1.0, 1e9),)) == {}
         assert engine.core.machine.device.ledger.used == 0
 
 
@@ -89,10 +91,11 @@ def test_what_overlaps_is_compared_with_what_does_not(monkeypatch: pytest.Monkey
     monkeypatch.setattr(streaming, "_passes", passes)
     monkeypatch.setattr(streaming, "PassTrial", lambda _s, _m, tokens: tokens)
     weights: Any = SimpleNamespace(machine=None, skeleton=None)
-    found = streaming._compared(weights, ((1.0, 0.1), (16.0, 1.1), (64.0, 0.3)), 4)
+    found = streaming._compared(weights, ((1.0, 0.1), (16.0, 1.1), (64.0, 0.3)), 4, told=0.8)
     few, less, more = [16], [64] * 2, [64] * 5  # tokens of each gpu_batch
     assert asked == [*[(few, 1)] * 3, *[(less, 1), (less, 2)] * 3, *[(more, 1), (more, 2)] * 3]
-    assert found == pytest.approx({"device": 0.55, "disk_read": 0.55, "wake": 0.2})  # of 0.3 / 0.6 and 0.6 / 1
+    told = {"device": 0.55, "disk_read": 0.55, "wake": 0.2, "read": 1.25}  # of 0.3 / 0.6 and 0.6 / 1; 1 s of 0.8
+    assert found == pytest.approx(told)
 
 
 def test_what_hardly_overlaps_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +109,9 @@ def test_what_hardly_overlaps_says_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(streaming, "_passes", passes)
     monkeypatch.setattr(streaming, "PassTrial", lambda _s, _m, tokens: tokens)
     weights: Any = SimpleNamespace(machine=None, skeleton=None)
-    found = streaming._compared(weights, ((16.0, 0.001), (64.0, 0.001)), 4)
+    found = streaming._compared(weights, ((16.0, 0.001), (64.0, 0.001)), 4, told=3.0)
     assert asked == [1] * 3 + [32] * 6
-    assert (found["device"], found["disk_read"]) == (0.0, 0.0)
+    assert (found["device"], found["disk_read"], found["read"]) == (0.0, 0.0, 1.0)
 
 
 def test_new_ram_is_written_to_alone_and_beside_products() -> None:

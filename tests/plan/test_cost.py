@@ -107,6 +107,11 @@ def test_streaming_of_the_model_itself_replaces_crosstalk() -> None:
     plain = flat.predict(lay_out(model, one, work, hardware.capacity))
     assert 0.3 < away < 0.95
     assert woken.seconds - plain.seconds == pytest.approx(0.125 * 4 * away * 9)
+    slow = replace(hardware, streaming={model.signature(0): own[model.signature(0)] | {"read": 1.5}})
+    read = [
+        Cost(model, x, work).predict(lay_out(model, one, work, x.capacity)).busy["disk_read"] for x in (hardware, slow)
+    ]
+    assert read[1] == pytest.approx(1.5 * read[0], rel=1e-3)  # rows of the embedding are read as before
 
 
 def test_ram_is_paid_for_when_it_is_first_written_to() -> None:
