@@ -68,7 +68,7 @@ def test_the_steps_have_the_best_mix_for_every_price_of_a_byte(seed: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("theta", [0.0, 1.0, 1e3])
+@pytest.mark.parametrize("theta", [0.0, 0.1, 1e3])
 def test_no_other_formats_cost_less(theta: float) -> None:
     """With two stages that stream their weights, of all formats of four layers."""
     formats, harm = (None, "int4"), np.array([[0.0, x] for x in (0.9, 0.01, 0.02, 0.6)])
@@ -88,7 +88,7 @@ def test_no_other_formats_cost_less(theta: float) -> None:
         assert found.forms == (None,) * LAYERS
     if theta == 0:
         assert found.chain.seconds < costs[(None,) * LAYERS]
-    if theta == 1:
+    if theta == 0.1:
         assert 0 < found.forms.count("int4") < LAYERS
 
 
