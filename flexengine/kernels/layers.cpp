@@ -1,5 +1,5 @@
-// All kernels of a layer except attention: products, norms, rotary positions, gates.
-#include "steps.h"
+// All kernels of a layer except attention: products, norms, rotary positions, gates, experts.
+#include "experts.h"
 
 FLEX_SIZE(linear, Linear)
 FLEX_SIZE(product, Product)

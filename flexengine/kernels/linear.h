@@ -25,7 +25,8 @@ constexpr int FEW = 8, SPAN = 512;  // rows; units (numbers, or pairs of bf16), 
 constexpr int GROUP = 512;  // rows of x that use every tile before the next rows do, so that they stay in L3
 
 // x: fp32, or pairs of bf16; for pairs, k, x_row and w_row count pairs.
-// across: w is [k, n], and x w is added to out; without it w is [n, k], and out = residual + (bias + x w^T).
+// across: w is [k, n], and x w is added to out (1), or out = residual + (bias + x w) (2). Without it w is [n, k], and
+// out = residual + (bias + x w^T).
 // residual: [rows, n], contiguous, may be null; w: bf16, fp16 or fp32; for pairs bf16, without `across`. k is at least 1.
 struct Linear {
     const float *x; const void* w; const float *bias, *residual; float* out;
@@ -47,8 +48,8 @@ template <class T> INLINE vf unit(vp a, int e, T) { return e ? odd(a, T()) : eve
 INLINE vf unit(vp a, int, pair) { return (vf)a; }
 INLINE vf unit(vp a, int, float) { return (vf)a; }
 
-// Adds the sums of `span` units from d on, [M, N * W], to out at row m and column c. Without `across`, the first sums are
-// added to the bias instead, and the residual is added with the last ones.
+// Adds the sums of `span` units from d on, [M, N * W], to out at row m and column c. Unless `across` is 1, the first sums
+// are added to the bias instead, and the residual is added with the last ones.
 template <int M, int N>
 inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, int64_t d, int64_t span) {
     const bool first = d == 0, last = d + span == a.k;
@@ -57,7 +58,7 @@ inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, int64_
         if (count <= 0) continue;
         auto load = [&](const float* from) { return count < W ? vload_part(from, int(count)) : vload(from); };
         float *to = a.out + (m + i / N) * a.out_row + at, part[W];
-        const float* from = !first || a.across ? to : a.bias ? a.bias + at : nullptr;
+        const float* from = !first || a.across == 1 ? to : a.bias ? a.bias + at : nullptr;
         vf total = vload(sums + i * W);
         if (from) total = vadd(load(from), total);
         if (last && a.residual) total = vadd(load(a.residual + (m + i / N) * a.n + at), total);
@@ -76,7 +77,7 @@ inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, in
     const bool first = d == 0, residual = a.residual && d + span == a.k;
     UNROLL for (int i = 0; i < M; i++) {
         float* to = a.out + (m + i) * a.out_row + c;
-        const float* from = !first || a.across ? to : a.bias ? a.bias + c : nullptr;
+        const float* from = !first || a.across == 1 ? to : a.bias ? a.bias + c : nullptr;
         const float* more = residual ? a.residual + (m + i) * a.n + c : nullptr;
         UNROLL for (int n = 0; n < N; n++) {
             vf total = sum[i][n];
@@ -166,7 +167,30 @@ template <class T, int M, int N> void multiply_few(const Linear& a, int64_t m, i
     }
 }
 
-// Does the same for `rows` <= M rows and the columns c to end.
+// Computes M rows of out from m on, at N * W columns from c on, of w [k, n], which is widened in registers.
+template <class T, int M, int N> void multiply_across(const Linear& a, int64_t m, int64_t c) {
+    constexpr int64_t AHEAD = 16;  // rows
+    for (int64_t low = 0; low < a.k; low += SPAN) {
+        const int64_t span = a.k - low < SPAN ? a.k - low : SPAN;
+        const T* w = (const T*)a.w + low * a.w_row + c;
+        const float* x = a.x + m * a.x_row + low;
+        vf sum[M][N];
+        clear(sum);
+        for (int64_t d = 0; d < span; d++, w += a.w_row) {
+            UNROLL for (int n = 0; n < N; n += 64 / (W * int(sizeof(T))))
+                __builtin_prefetch((const void*)(uintptr_t(w + n * W) + AHEAD * a.w_row * sizeof(T)));
+            vf u[N];
+            UNROLL for (int n = 0; n < N; n++) u[n] = vload(w + n * W);
+            UNROLL for (int i = 0; i < M; i++) {
+                const vf v = vset(x[i * a.x_row + d]);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = vmadd(v, u[n], sum[i][n], float());
+            }
+        }
+        add(a, sum, m, c, low, span);
+    }
+}
+
+// Does as `multiply_few` for `rows` <= M rows and the columns c to end.
 template <class T, int M> void multiply_columns(const Linear& a, int64_t m, int64_t rows, int64_t c, int64_t end) {
     if constexpr (M > 1)
         if (rows < M) return multiply_columns<T, M - 1>(a, m, rows, c, end);
@@ -309,6 +333,11 @@ struct LinearTasks {
         if (a.panels && c < a.n / PANEL * PANEL)
             return with_vecs(vecs, [&](auto N) { multiply_panels<T, N>(a, m, end, c); });
         if (end - m <= FEW && !a.across) return multiply_columns<T, FEW>(a, m, end - m, c, c + columns);
+        if constexpr (!std::is_same<T, pair>())
+            if (a.across && end - m <= ROWS && columns % W == 0)
+                return with_height<ROWS>(end - m, m, [&](auto M, int64_t row) {
+                    with_vecs(vecs, [&](auto N) { multiply_across<T, M, N>(a, row, c); });
+                });
         alignas(64) float tile[SPAN * VECS * W];
         for (int64_t d = 0; d < a.k; d += SPAN) {
             const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;

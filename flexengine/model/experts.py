@@ -1,17 +1,28 @@
-"""Mixtures of experts: their products, one expert after the other, as the experts function of transformers."""
+"""Mixtures of experts, as the experts function of transformers: all experts of a layer are one native call.
+
+What the call does not compute (another gate, a norm after an expert, 16-bit activations, formats without native steps,
+passes that are watched) is computed one expert after the other, in the same order.
+"""
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from flexengine import kernels
+from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.cuda import has_grouped_product
+from flexengine.kernels.experts import ExpertCall, ExpertGate, Stacked
+from flexengine.kernels.structs import CODES
 from flexengine.model.forward import Rows, pause
-from flexengine.model.linear import Product
+from flexengine.model.gates import find_gate
+from flexengine.model.linear import Product, unwatched
 
 EXPERTS, GROUPED = "flexengine", "grouped_mm"
+_calls: WeakKeyDictionary[Product, dict[Any, ExpertCall]] = WeakKeyDictionary()  # by format of the experts
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -40,10 +51,87 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     plain = not getattr(module, "forms", {}) and "watch" not in module.__dict__
     if plain and module.down_proj.dtype == hidden.dtype and has_grouped_product(hidden):
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[GROUPED](module, hidden, chosen, weights))
+    if (native := native_experts(module, hidden)) is not None:
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        native.add(hidden, chosen, weights, out, fresh=True)
+        return out
     out = torch.zeros_like(hidden)
     for expert, picked in by_expert(chosen, len(module.down_proj)):
         add_expert(module, hidden, weights, picked, out, expert, expert)
     return out
+
+
+class NativeExperts(NamedTuple):
+    """The experts of a layer, with the weights that the module has now, as a native call."""
+
+    call: ExpertCall
+    matrices: tuple[Stacked, Stacked]  # of the first and of the last product
+
+    def add(
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        places: Tensor | None = None,
+        fresh: bool = False,
+    ) -> None:
+        """Add the weighted sums of the chosen experts' outputs to `out`, in the order of the experts.
+
+        Args:
+            hidden, chosen, weights: as of `_experts`; fp32, int64 and fp32.
+            out: [tokens, hidden], contiguous.
+            places: int64 [experts], row of each expert in the stacked matrices, -1 for those that are left out; None if
+                it is the expert's number.
+            fresh: whether `out` has no values yet.
+        """
+        with unwatched():
+            x = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+            self.call.run(self.matrices, x, chosen.contiguous(), weights.float().contiguous(), out, places, fresh)
+
+
+def native_experts(module: Any, hidden: Tensor) -> NativeExperts | None:
+    """Return the native call of a module's experts; None if it does not compute them."""
+    if hidden.device.type != "cpu" or hidden.dtype != torch.float32 or "watch" in module.__dict__:
+        return None
+    native, product = kernels.load(), module.product
+    if not isinstance(native, NativeKernels) or product.dtype != torch.float32:
+        return None
+    with unwatched():
+        own = module.__dict__
+        if "native_gate" not in own:
+            own["native_gate"] = None if _has_norm(module) else find_gate(module, native)
+        gate: ExpertGate | None = own["native_gate"]
+        first, last = _stacked(module, "gate_up_proj" if module.has_gate else "up_proj"), _stacked(module, "down_proj")
+        if gate is None or first is None or last is None:
+            return None
+        formats = _calls.setdefault(product, {})
+        key = (first.format, last.format, gate, product.compute, native)
+        if (call := formats.get(key)) is None:
+            call = formats[key] = ExpertCall(native, first, gate, last, product.compute)
+        return NativeExperts(call, (first, last))
+
+
+def _has_norm(module: Any) -> bool:
+    return bool(getattr(module, "has_post_expert_norm", False))
+
+
+def _stacked(module: Any, name: str) -> Stacked | None:
+    """Return the matrices of one product; None if the native kernels do not read them."""
+    weight, form = getattr(module, name).data, getattr(module, "forms", {}).get(name)
+    bias = getattr(module, f"{name}_bias").data.float().contiguous() if module.has_bias else None
+    fits = weight.device.type == "cpu" and (bias is None or bias.device.type == "cpu")
+    if form is not None:
+        fits, across = fits and form.in_steps and weight.dtype == torch.uint8 and weight.stride(-1) == 1, False
+    else:
+        fits, across = fits and weight.dtype in CODES and weight.stride(-1) == 1, module.is_transposed
+    if packed := name in module.__dict__.get("packed", ()):  # as [out, in]
+        weight, across = weight.view(_turned(weight.shape) if across else weight.shape), False
+    return Stacked(weight, bias, form, across, packed) if fits else None
+
+
+def _turned(shape: torch.Size) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def by_expert(chosen: Tensor, number: int) -> Iterator[tuple[int, Tensor]]:
@@ -75,7 +163,7 @@ def add_expert(
     x = _one(module, hidden[tokens], "gate_up_proj" if module.has_gate else "up_proj", expert, row)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     x = _one(module, x, "down_proj", expert, row)
-    if getattr(module, "has_post_expert_norm", False):
+    if _has_norm(module):
         x = module.post_expert_norm(x)
     x = x * weights.reshape(-1)[picked, None]
     out.index_add_(0, tokens, x.to(out.dtype))
@@ -87,7 +175,10 @@ def _one(module: Any, x: Tensor, name: str, expert: int, row: int) -> Tensor:
     if watch := module.__dict__.get("watch"):  # see encoding.ImportanceRecorder
         watch[name](expert, x)
     product: Product = module.product
-    return product(x, weight.t() if module.is_transposed and form is None else weight, bias, form)
+    packed = name in module.__dict__.get("packed", ())
+    if module.is_transposed and form is None:
+        weight = weight.view(_turned(weight.shape)) if packed else weight.t()
+    return product(x, weight, bias, form, packed)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

@@ -1,8 +1,9 @@
 """The disk tier: checkpoint shards, read in place, and one spill file for tensors that the policy offloads to disk.
 
-The page cache is not a tier: no ledger books it. Checkpoint shards are read with direct I/O, without the page cache. If
-the disk limits the job, reads through the page cache are tried, and used if they are faster; each chunk is then dropped
-from the page cache after its read. The spill file uses direct I/O if its file system supports direct I/O.
+The page cache is not a tier: no ledger books it. Files of a checkpoint that are in it are copied from there, and stay.
+Others are read with direct I/O, without the page cache. If the disk limits the job, reads through the page cache are
+tried, and used if they are faster; each chunk is then dropped from the page cache after its read. The spill file uses
+direct I/O if its file system supports direct I/O.
 
 A direct read goes straight into a weight slot where the slot's layout lets it (`plan.sizes.slot_offsets`), so one
 system call reads up to 64 MiB, and no thread has to wake in between. Everything else passes through buffers of 4 MiB.
@@ -29,7 +30,7 @@ from flexengine.kernels import load as load_kernels
 from flexengine.system.limits import usable_cores
 from flexengine.tier.base import ALIGN, Ledger, Region, Tier, aligned
 from flexengine.tier.disk_reads import CHUNK, Chunk, DiskRead, chunks, disk_reads
-from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
+from flexengine.tier.file import MOST_PARTS, FasterWay, File, memory, read_fully, write_fully
 from flexengine.tier.memory import HUGE, aligned_buffer, mapped
 
 SHORT = CHUNK // 4  # bytes; the helper threads do shorter reads, at the same time
@@ -275,6 +276,8 @@ class DiskTier(Tier):
     def _read(self, file: File, targets: Sequence[memoryview], low: int, needed: int, direct: bool) -> None:
         """Fill buffers from byte `low` of the file on, and drop the bytes of a user's file from the page cache. Raise
         BadCheckpoint if the file ends before byte `needed`."""
+        if file is not self._spill and len(targets) <= MOST_PARTS and file.read_cached(targets, low, needed - low):
+            return
         got = read_fully(file, targets, low, direct)
         if got < needed - low:
             missing = needed - low - got

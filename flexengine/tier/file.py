@@ -24,6 +24,9 @@ class File:
         self.path = Path(path)
         self.cached = os.open(path, flags, 0o600)
         self.direct: int | None = None  # if the file system has no direct I/O
+        # Whether some of the file is not in the page cache, or the system only has reads that wait for the disk; None
+        # before a byte was asked for.
+        self.uncached: bool | None = None if hasattr(os, "RWF_NOWAIT") else True
         try:
             self.direct = os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -35,6 +38,27 @@ class File:
     def close(self) -> None:
         for fd in self._open:
             os.close(fd)
+
+    def read_cached(self, parts: Sequence[memoryview], offset: int, needed: int) -> bool:
+        """Read from byte `offset` on if the page cache holds at least `needed` bytes there, and return whether it does.
+
+        A read that does not wait makes the system read what is missing, so a file is asked for one byte first, and not
+        again after a byte that was not there.
+        """
+        if self.uncached is None:
+            self.uncached = self._resident([memoryview(bytearray(1))], offset) == 0
+        if not self.uncached:
+            self.uncached = self._resident(parts, offset) < needed
+        return not self.uncached
+
+    def _resident(self, parts: Sequence[memoryview], offset: int) -> int:
+        """Read up to the first byte that is not in the page cache, and return the number of bytes."""
+        try:
+            return patiently(partial(os.preadv, self.cached, parts, offset, os.RWF_NOWAIT), self.path, offset)
+        except OSError as error:
+            if error.errno in (*_NOT_DIRECT, errno.EAGAIN):  # the file system does not know the flag
+                return 0
+            raise
 
     def transfer(self, call: Callable[..., int], parts: Sequence[memoryview], offset: int, direct: bool) -> int:
         """Call os.preadv or os.pwritev with buffers of consecutive bytes from byte `offset` of the file on, and return

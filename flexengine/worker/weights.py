@@ -12,7 +12,7 @@ from flexengine.activity import activity
 from flexengine.codec.forms import Form, WeightFormat
 from flexengine.model.forward import pausing_layers
 from flexengine.model.native.layer import release
-from flexengine.model.skeleton import Skeleton
+from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.places import DEVICE, DISK, off_device, place_of
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
@@ -104,8 +104,8 @@ class Weights:
         # Reorder the layer's weights for the CPU's products; with 16-bit activations, torch multiplies.
         if complete and self.machine.compute.type == "cpu" and self.skeleton.product.dtype == torch.float32:
             for name, param in self.skeleton.layers[unit].items():
-                if name in self._resident and param.linear and name not in self._forms:
-                    param.module.packed = kernels.load().pack(self._resident[name])  # type: ignore[assignment]
+                if name in self._resident and name not in self._forms:
+                    _pack(param, self._resident[name])
         self.arrived = not self.arrivals.units
 
     def load_all_resident(self) -> None:
@@ -141,8 +141,7 @@ class Weights:
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
             for name, param in layer.items():
-                if param.linear:
-                    param.module.packed = False  # type: ignore[assignment]
+                _unpacked(param)
                 if name in self._resident:
                     param.bind(self._resident[name])
         if self.machine.compute.type != "cpu":
@@ -288,6 +287,7 @@ class Weights:
         for group in (*self.skeleton.layers, self.skeleton.others):
             for param in group.values():
                 param.bind(_parameter(torch.empty(param.shape, dtype=self.dtype, device="meta")))
+                _unpacked(param)  # the next job may read these experts on demand
         release(self.skeleton.model)
         self.arrivals.close()
         self._regions.free()
@@ -303,6 +303,33 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive numbers, as (first, last + 1). numbers: rising."""
     starts = [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1] + 1]
     return [(numbers[low], numbers[high - 1] + 1) for low, high in pairwise([*starts, len(numbers)])]
+
+
+def _pack(param: ParamRef, weight: Tensor) -> None:
+    """Reorder a weight that only products read, and note it in its module. Matrices of experts that are stored as
+    [in, out] are transposed before."""
+    pack = kernels.load().pack
+    if param.linear:
+        param.module.packed = pack(weight)  # type: ignore[assignment]
+        return
+    count, rows, columns, across = param.matrix or (0, 0, 0, False)
+    for matrix, own in zip(weight, weight.view(count, rows, columns), strict=True) if count else ():
+        if across:
+            matrix = matrix.t().contiguous()
+        if not pack(matrix):
+            return
+        if across:
+            own.copy_(matrix)
+    if count:
+        param.module.__dict__.setdefault("packed", set()).add(param.name)
+
+
+def _unpacked(param: ParamRef) -> None:
+    """Note in the module that a weight is not reordered."""
+    if param.linear:
+        param.module.packed = False  # type: ignore[assignment]
+    elif param.matrix is not None:
+        param.module.__dict__.pop("packed", None)
 
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:

@@ -300,6 +300,7 @@ def test_a_read_that_fails_is_tried_again(offloaded: bool, tmp_path: Path, monke
     tier.store(values, home)
     if not offloaded:
         home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
+        home.place.uncached = True  # it was written just now
     with Failing([tmp_path], Fault(("read",))) as calls:
         tier.load(home, torch.zeros_like(values))
     assert calls.made == 5

@@ -183,6 +183,37 @@ def test_more_regions_than_one_system_call_can_fill(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_what_the_page_cache_holds_is_read_from_there(tmp_path: Path) -> None:
+    """And stays there; a file that is not there is read from the disk, and does not get there."""
+    path, values = tmp_path / "x", some(3 * CHUNK, torch.float16)
+    path.write_bytes(values.numpy().tobytes())
+    file = File(path, os.O_RDONLY)
+
+    def cached() -> bool:
+        file.uncached = None
+        return file.read_cached([memoryview(bytearray(1))], values.nbytes // 2, 1)
+
+    if file.direct is None or not cached():
+        pytest.skip("this file system has no direct I/O, or no reads that do not wait")
+    for direct in (True, False):
+        tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
+        home = tier.checkpoint(path, 0, values.nbytes, torch.float16)
+        tier.load(home, target := torch.zeros_like(values))
+        assert torch.equal(target, values)
+        assert cached()
+        tier.close()
+    os.fsync(file.cached)
+    os.posix_fadvise(file.cached, 0, 0, os.POSIX_FADV_DONTNEED)
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(True))
+    home = tier.checkpoint(path, 0, values.nbytes, torch.float16)
+    tier.load(home, target.zero_())
+    assert torch.equal(target, values)
+    assert home.place.uncached
+    assert not cached()
+    tier.close()
+    file.close()
+
+
 @pytest.mark.parametrize("readers", [1, 3])
 def test_direct_reads_that_the_file_system_refuses_go_through_the_page_cache(
     readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +231,7 @@ def test_direct_reads_that_the_file_system_refuses_go_through_the_page_cache(
 
     if home.place.direct is None:
         pytest.skip("no direct I/O here")
+    home.place.uncached = True  # else the bytes come from the page cache, as the file was written just now
     monkeypatch.setattr(os, "preadv", preadv)
     room = mapped(values.nbytes, huge=True)
     tier.load(home, target := room.view(torch.float16))

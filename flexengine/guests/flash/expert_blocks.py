@@ -13,7 +13,7 @@ expert gets; else the read is stopped. So a wrong guess takes no expert out of m
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from flexengine.guests.flash.neurons import Arena, JobBlocks
 from flexengine.guests.flash.reader import ExpertRead, ExpertReads, Pair
-from flexengine.model.experts import add_expert, by_expert
+from flexengine.model.experts import add_expert, by_expert, native_experts
 from flexengine.model.linear import is_experts
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.plan.neurons import EXPERT_STAGES, NEURONS, RECORDS, expert_rows
@@ -133,19 +133,45 @@ class ExpertBlock:
         if left > most and len(hidden) <= FEW_TOKENS:
             self.arena.reserve(every, left)  # those in memory leave last
             most = 1
+        add = self._adder(hidden, chosen, weights, groups, out)
         for low in range(0, len(every), most):
             numbers = every[low : low + most]
             missing, left = self.arena.fetch(numbers).neurons.tolist(), left - len(numbers)
-            waiting = deque(missing)
+            waiting, ready = deque(missing), list[tuple[int, int]]()
             last = missing[-1] if missing else numbers[0]  # after its arrival, the thread that reads is idle
             for expert, row in zip(numbers.tolist(), self.arena.rows(numbers).tolist(), strict=True):
                 self._begin(waiting)
                 if expert in self._coming:
+                    if not self._coming[expert].done.done():  # those before are computed meanwhile
+                        add(ready)
+                        ready = []
                     self._arrive(expert, row)
+                ready.append((expert, self.own[row]))
                 if self.follow is not None and expert == last and not left:
                     self.follow.guess(hidden)
-                add_expert(self.layer.module, hidden, weights, groups[expert], out, expert, self.own[row])
+            add(ready)
         return out
+
+    def _adder(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor, groups: Mapping[int, Tensor], out: Tensor
+    ) -> Callable[[list[tuple[int, int]]], None]:
+        """Return a function that adds the weighted outputs of experts to `out`.
+
+        Its argument: numbers of experts, rising, and their rows in memory. groups: see `by_expert`.
+        """
+        native = native_experts(self.layer.module, hidden)
+
+        def add(ready: list[tuple[int, int]]) -> None:
+            if native is None:
+                for expert, row in ready:
+                    add_expert(self.layer.module, hidden, weights, groups[expert], out, expert, row)
+            elif ready:
+                places = [-1] * self.layer.experts
+                for expert, row in ready:
+                    places[expert] = row
+                native.add(hidden, chosen, weights, out, torch.tensor(places))
+
+        return add
 
     def guess(self, hidden: Tensor) -> None:
         """Begin to read the experts that this layer's router chooses for the input of the experts of a layer before.

@@ -1,0 +1,92 @@
+"""What experts compute between their products, found by probing the module with numbers, not by its class."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.experts import ExpertGate, gated
+
+_FAR, _STEP = 1e6, 0.0625  # a number beyond all limits; a step of `up` below them
+_ACTS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "sigmoid": lambda x, alpha: x * torch.sigmoid(alpha * x),
+    "tanh": lambda x, _: torch.nn.functional.gelu(x, approximate="tanh"),
+    "erf": lambda x, _: torch.nn.functional.gelu(x),
+    "relu": lambda x, _: x.relu(),
+    "relu squared": lambda x, _: x.relu().square(),
+}
+
+
+def find_gate(module: Any, kernels: NativeKernels) -> ExpertGate | None:
+    """Return what a mixture of experts computes between its products; None if the kernels do not compute it.
+
+    The module's `_apply_gate` (or `act_fn` if it has no gate) is probed in fp64, and the kernel's results must equal
+    its fp32 results on random numbers, small and large ones.
+    """
+    try:
+        gate = _probed(module)
+        return gate if gate is not None and _equal(module, gate, kernels) else None
+    except Exception:  # code of any model
+        return None
+
+
+def _apply(module: Any, x: Tensor) -> Tensor:
+    out: Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    return out
+
+
+def _probed(module: Any) -> ExpertGate | None:
+    if not module.has_gate:
+        return _with_act(lambda g: _apply(module, g[:, None])[:, 0], ExpertGate("sigmoid", gated=False))
+    start = torch.full((1, 4), 0.5, dtype=torch.float64)
+    moved = start.clone()
+    moved[0, 1] = 0.75
+    mixed = bool((_apply(module, moved) != _apply(module, start))[0, 0])  # else the second number is another gate
+
+    def result(gate: Tensor, up: float) -> Tensor:
+        pair = [gate, torch.full_like(gate, up)]
+        return _apply(module, torch.stack([pair[i] for i in ((0, 1, 0, 1) if mixed else (0, 0, 1, 1))], 1))[:, 0]
+
+    one = torch.ones(1, dtype=torch.float64)
+    zero, slope = (float(y) for y in (result(one, 0.0), (result(one, _STEP) - result(one, 0.0)) / _STEP))
+    most = float(result(one, _FAR)) / slope - zero / slope
+    gate = ExpertGate("sigmoid", mixed=mixed, up_most=_limit(most), shift=_short(zero / slope))
+    return _with_act(lambda g: (result(g, _STEP) - result(g, 0.0)) / _STEP, gate)
+
+
+def _with_act(act: Any, gate: ExpertGate) -> ExpertGate | None:
+    """Return the gate with the activation that equals `act` below its limit; None if there is none."""
+    x = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    quarter = torch.full((1,), 0.25, dtype=torch.float64)
+    most, share = float(act(torch.full((1,), _FAR, dtype=torch.float64))), float(act(quarter)) / 0.25
+    alpha = _short(math.log(share / (1 - share)) / 0.25) if 0 < share < 1 else 1.0
+    y = act(x)
+    below = y < 0.9 * most
+    for name, known in _ACTS.items():
+        if torch.allclose(known(x, alpha)[below], y[below], rtol=1e-5, atol=1e-5):
+            return gate._replace(act=name, alpha=alpha if name == "sigmoid" else 1.0, act_most=_limit(most))
+    return None
+
+
+def _limit(most: float) -> float:
+    return _short(most) if most < 0.9 * _FAR else math.inf
+
+
+def _short(x: float) -> float:
+    """Return x without its last digits, which come from rounding."""
+    return float(f"{x:.7g}")
+
+
+def _equal(module: Any, gate: ExpertGate, kernels: NativeKernels) -> bool:
+    """Return whether the kernel's results equal the module's."""
+    drawn = torch.randn(4, 24, 2 * 21, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    for scale, x in zip((0.01, 1.0, 10.0, 1000.0), drawn, strict=True):
+        x = (x if gate.gated else x[:, :21].contiguous()) * scale
+        expected = _apply(module, x)
+        least = 1e-6 * float(expected.abs().max())  # GELU cancels digits where it is near 0
+        if expected.dtype != x.dtype or not torch.allclose(gated(kernels, gate, x), expected, rtol=1e-5, atol=least):
+            return False
+    return True

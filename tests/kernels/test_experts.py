@@ -1,0 +1,192 @@
+"""All experts of a layer in one call, against float64 formulas, and by row whatever rows share the call."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexengine.codec.forms import Form, make_form
+from flexengine.kernels import base, experts
+from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.experts import ExpertCall, ExpertGate, Stacked, gated
+from tests.helpers.builds import NATIVE, kernels_named
+
+EXPERTS, TOP = 6, 2
+SILU = ExpertGate("sigmoid")
+CLAMPED = ExpertGate("sigmoid", alpha=1.702, mixed=True, act_most=6.9, up_most=1.5, shift=1.0)
+PLAIN = ("float32", "bfloat16", "float16")
+
+
+@pytest.fixture(autouse=True)
+def seed(two_threads: None) -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", params=NATIVE)
+def native(request: pytest.FixtureRequest) -> NativeKernels:
+    found = kernels_named(request.param)
+    assert isinstance(found, NativeKernels)
+    return found
+
+
+def formula(gate: ExpertGate, x: Tensor) -> Tensor:
+    """The gate in the dtype of x."""
+    first, up = x, torch.ones_like(x)
+    if gate.gated:
+        first, up = (x[..., ::2], x[..., 1::2]) if gate.mixed else x.chunk(2, -1)
+        up = up.clamp(-gate.up_most, gate.up_most) + gate.shift
+    acts = {
+        "sigmoid": lambda y: y * torch.sigmoid(gate.alpha * y),
+        "tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
+        "erf": torch.nn.functional.gelu, "relu": torch.relu, "relu squared": lambda y: torch.relu(y).square(),
+    }  # fmt: skip
+    return acts[gate.act](first).clamp(max=gate.act_most) * up
+
+
+def matrices(kind: str, n: int, k: int, bias: bool, across: bool = False) -> tuple[Stacked, Tensor]:
+    """Return random matrices of experts, and what they stand for, fp64 [experts, n, k]."""
+    w, b = torch.randn(EXPERTS, n, k) / k**0.5, torch.randn(EXPERTS, n) if bias else None
+    if kind in PLAIN:
+        w = w.to(getattr(torch, kind))
+        held = w.transpose(1, 2).contiguous() if across else w
+        return Stacked(held, b, None, across), w.double()
+    form: Form = make_form(kind, n, k)
+    data = torch.stack([form.encode(x) for x in w])
+    return Stacked(data, b, form, False), torch.stack([form.dequantize(x) for x in data]).double()
+
+
+def expected(
+    x: Tensor, chosen: Tensor, shares: Tensor, up: tuple[Stacked, Tensor], gate: ExpertGate,
+    down: tuple[Stacked, Tensor], rounded: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the sums in fp64, token by token. rounded: whether products round their input to bf16."""
+    out = torch.zeros(len(x), down[1].shape[1], dtype=torch.float64)
+    for t, j in product(range(len(x)), range(chosen.shape[1])):
+        y, expert = x[t].double(), int(chosen[t, j])
+        for stacked, w in (up, down):
+            y = w[expert] @ (y.bfloat16().double() if rounded else y)
+            y = y if stacked.bias is None else y + stacked.bias[expert].double()
+            y = formula(gate, y[None])[0] if stacked is up[0] else y
+        out[t] += shares[t, j].double() * y
+    return out
+
+
+def routed(rows: int) -> tuple[Tensor, Tensor]:
+    """Return chosen experts and shares. Expert 4 is never chosen, expert 1 by most tokens."""
+    scores = torch.randn(rows, EXPERTS)
+    scores[:, 4] = -100
+    scores[:, 1] += 2
+    found = scores.softmax(-1).topk(TOP)
+    return found.indices, found.values
+
+
+def run(call: ExpertCall, pair: tuple[Stacked, Stacked], x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    out = torch.full((len(x), call.rows), torch.nan)
+    call.run(pair, x, chosen, shares, out)
+    return out
+
+
+FORMATS = [("float32", None), ("bfloat16", None), ("bfloat16", "bf16"), ("float16", None), ("float16", "bf16"),
+           *product(("int8", "int4"), (None, "bf16", "int8"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "compute"), FORMATS)
+@pytest.mark.parametrize(("hidden", "inner", "bias", "gate"), [
+    (64, 48, False, SILU), (131, 37, True, CLAMPED), (600, 130, False, ExpertGate("relu squared", gated=False)),
+])  # fmt: skip
+def test_sums(
+    native: NativeKernels,
+    kind: str,
+    compute: base.Compute | None,
+    hidden: int,
+    inner: int,
+    bias: bool,
+    gate: ExpertGate,
+) -> None:
+    """Few rows and many, column tails, several spans, experts without rows; then each row alone, bit by bit."""
+    up = matrices(kind, inner * (1 + gate.gated), hidden, bias)
+    down = matrices(kind, hidden, inner, bias)
+    call, pair = ExpertCall(native, up[0], gate, down[0], compute), (up[0], down[0])
+    x = torch.randn(90, hidden + 7)[:, :hidden]
+    chosen, shares = routed(90)
+    whole = run(call, pair, x, chosen, shares)
+    # An encoded weight, and a bf16 one, round x to bf16; x rounded to int8 has 127 steps up to the largest number.
+    rounds = compute == "bf16" and kind != "float16"
+    tolerance = 0.06 if compute == "int8" else 0.01 if rounds else 2e-4
+    wanted = expected(x, chosen, shares, up, gate, down, rounds)
+    torch.testing.assert_close(whole.double(), wanted, atol=tolerance, rtol=tolerance)
+    for low, high in ((0, 1), (1, 4), (7, 20), (60, 90)):
+        part = run(call, pair, x[low:high], chosen[low:high].contiguous(), shares[low:high].contiguous())
+        assert torch.equal(part, whole[low:high])
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("compute", [None, "bf16"])
+def test_matrices_across(native: NativeKernels, kind: str, compute: base.Compute | None) -> None:
+    """Matrices [in, out], as gpt-oss has them."""
+    up, down = (matrices(kind, *shape, bias=True, across=True) for shape in ((96, 70), (70, 48)))
+    call, pair = ExpertCall(native, up[0], CLAMPED, down[0], compute), (up[0], down[0])
+    x, (chosen, shares) = torch.randn(40, 70), routed(40)
+    whole = run(call, pair, x, chosen, shares)
+    rounds = compute == "bf16" and kind == "bfloat16"
+    tolerance = 0.01 if rounds else 2e-4
+    wanted = expected(x, chosen, shares, up, CLAMPED, down, rounds)
+    torch.testing.assert_close(whole.double(), wanted, atol=tolerance, rtol=tolerance)
+    assert torch.equal(run(call, pair, x[3:4], chosen[3:4], shares[3:4]), whole[3:4])
+
+
+def test_parts_add_up_to_the_same_bits(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts in several calls, their matrices at other places; and rows in several parts of a call."""
+    up, down = matrices("bfloat16", 96, 64, False), matrices("bfloat16", 64, 48, False)
+    call, pair = ExpertCall(native, up[0], SILU, down[0], None), (up[0], down[0])
+    x, (chosen, shares) = torch.randn(50, 64), routed(50)
+    whole = run(call, pair, x, chosen, shares)
+    monkeypatch.setattr(experts, "_capacity", lambda *sizes: 7)
+    assert torch.equal(run(call, pair, x, chosen, shares), whole)
+    order = torch.randperm(EXPERTS)
+    moved = [Stacked(stacked.weight[order], None, None, False) for stacked in pair]
+    where, out = order.argsort(), torch.zeros_like(whole)
+    for some in ([0, 1], [2], [3, 4, 5]):
+        places = torch.full((EXPERTS,), -1)
+        places[some] = where[some]
+        call.run(moved, x, chosen, shares, out, places, fresh=False)
+    assert torch.equal(out, whole)
+
+
+def test_no_expert_is_computed(native: NativeKernels) -> None:
+    up, down = matrices("float32", 96, 64, False), matrices("float32", 64, 48, False)
+    call, out = ExpertCall(native, up[0], SILU, down[0], None), torch.full((3, 64), torch.nan)
+    call.run((up[0], down[0]), torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2), out,
+             torch.full((EXPERTS,), -1))  # fmt: skip
+    assert torch.equal(out, torch.zeros(3, 64))
+
+
+@pytest.mark.parametrize("number", [-1, EXPERTS])
+def test_a_number_that_no_expert_has(native: NativeKernels, number: int) -> None:
+    up, down = matrices("float32", 96, 64, False), matrices("float32", 64, 48, False)
+    chosen = torch.tensor([[0, 1], [2, number]])
+    with pytest.raises(IndexError, match=f"chose expert {number} of {EXPERTS}"):
+        run(ExpertCall(native, up[0], SILU, down[0], None), (up[0], down[0]), torch.randn(2, 64), chosen,
+            torch.ones(2, 2))  # fmt: skip
+
+
+@pytest.mark.parametrize("act", experts.GATED_ACTS)
+@pytest.mark.parametrize("columns", [1, 16, 37])
+@pytest.mark.parametrize("alike", [
+    ExpertGate("sigmoid"), ExpertGate("sigmoid", gated=False), ExpertGate("sigmoid", alpha=1.702, mixed=True),
+    ExpertGate("sigmoid", act_most=2.5, up_most=1.25, shift=1.0),
+])  # fmt: skip
+def test_gates(native: NativeKernels, act: str, columns: int, alike: ExpertGate) -> None:
+    gate = alike._replace(act=act)
+    for scale in (0.01, 1.0, 3.0, 30.0, 500.0):
+        x = torch.randn(1, columns * (1 + gate.gated)) * scale
+        least = 3e-7 * scale * (1 + scale)  # GELU of numbers like -4 cancels digits, and is multiplied
+        torch.testing.assert_close(gated(native, gate, x).double(), formula(gate, x.double()), atol=least, rtol=2e-6)
+
+
+def test_gates_of_numbers_that_are_not_finite(native: NativeKernels) -> None:
+    x = torch.tensor([[torch.nan, 1.0], [1.0, torch.nan], [torch.inf, 1.0], [-torch.inf, 1.0]])
+    found = gated(native, ExpertGate("sigmoid", act_most=7.0, up_most=7.0), x)[:, 0]
+    assert found[:2].isnan().all()
+    assert found[2] == 7.0

@@ -1,0 +1,161 @@
+"""model.experts: the native call of experts against transformers' own experts, of every kind of gate."""
+
+import copy
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexengine.kernels import load
+from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.experts import ExpertGate
+from flexengine.model import experts
+from flexengine.model.gates import find_gate
+from flexengine.model.linear import Product, use_product
+from flexengine.model.skeleton import ParamRef
+from flexengine.worker import weights
+
+HIDDEN, INNER, EXPERTS, TOP = 48, 36, 5, 2
+SIZES = {
+    "hidden_size": HIDDEN, "intermediate_size": INNER, "moe_intermediate_size": INNER, "hidden_act": "silu",
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+    "hidden_activation": "gelu_pytorch_tanh", "mlp_hidden_act": "relu2", "moe_latent_size": None,
+    "swiglu_alpha": 1.702, "swiglu_limit": 1.5, "alpha": 1.702, "limit": 1.5,
+}  # fmt: skip
+# By class: what the probes find between the products.
+KNOWN = {
+    "mixtral.modeling_mixtral:MixtralExperts": ExpertGate("sigmoid"),
+    "qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts": ExpertGate("sigmoid"),
+    "gpt_oss.modeling_gpt_oss:GptOssExperts": ExpertGate(
+        "sigmoid", 1.702, mixed=True, act_most=1.391658, up_most=1.5, shift=1.0
+    ),
+    "aria.modeling_aria:AriaExperts": ExpertGate("sigmoid"),
+    "nemotron_h.modeling_nemotron_h:NemotronHExperts": ExpertGate("relu squared", gated=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def native(two_threads: None) -> NativeKernels:
+    torch.manual_seed(0)
+    found = load()
+    if not isinstance(found, NativeKernels):
+        pytest.skip("no native kernels")
+    return found
+
+
+def made(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """Return random experts of a class, computed by the engine, and the same ones as transformers computes them."""
+    config = SimpleNamespace(**SIZES | options, _experts_implementation="eager")
+    module = resolve_name(f"transformers.models.{name}")(config)
+    for p in module.parameters():
+        p.data = (torch.randn(p.shape) / p.shape[-1] ** 0.5).to(dtype)
+    own = copy.deepcopy(module).double()
+    module.config = SimpleNamespace(_experts_implementation=experts.EXPERTS)
+    use_product(nn.ModuleList([module]), Product(torch.float32))
+    return module, own
+
+
+def tokens(rows: int, hidden: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = torch.stack([torch.randperm(EXPERTS)[:TOP] for _ in range(rows)])
+    return torch.randn(rows, hidden), chosen, torch.rand(rows, TOP)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", KNOWN)
+def test_experts_of_transformers(name: str, dtype: torch.dtype, native: NativeKernels) -> None:
+    module, own = made(name, dtype)
+    found = find_gate(module, native)
+    assert found is not None
+    assert found._replace(act_most=0.0) == KNOWN[name]._replace(act_most=0.0)
+    assert found.act_most == pytest.approx(KNOWN[name].act_most, rel=1e-5)
+    for rows in (1, 2, 30):
+        x, chosen, shares = tokens(rows)
+        assert experts.native_experts(module, x) is not None
+        expected = own(x.double(), chosen, shares.double())
+        torch.testing.assert_close(module(x, chosen, shares).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("act", "known"), [
+    ("gelu", "erf"), ("gelu_pytorch_tanh", "tanh"), ("relu", "relu"), ("quick_gelu", "sigmoid"),
+])  # fmt: skip
+def test_other_activations(act: str, known: str, native: NativeKernels) -> None:
+    module, own = made("mixtral.modeling_mixtral:MixtralExperts", hidden_act=act)
+    found = find_gate(module, native)
+    assert found == ExpertGate(known, 1.702 if act == "quick_gelu" else 1.0)
+    x, chosen, shares = tokens(7)
+    expected = own(x.double(), chosen, shares.double())
+    torch.testing.assert_close(module(x, chosen, shares).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def softened(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return torch.tanh(gate) * up
+
+
+def lowered(x: Tensor) -> Tensor:
+    """A gate whose limit below is seen by random numbers only."""
+    gate, up = x.chunk(2, -1)
+    return nn.functional.silu(gate.clamp(min=-8)) * up
+
+
+def moved(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return nn.functional.silu(gate + 1) * up
+
+
+@pytest.mark.parametrize("gate", [softened, lowered, moved])
+def test_other_gates_are_computed_one_by_one(gate: Any) -> None:
+    module, own = made("mixtral.modeling_mixtral:MixtralExperts")
+    module.__dict__["_apply_gate"] = own.__dict__["_apply_gate"] = gate
+    own.config._experts_implementation = "batched_mm"  # it calls `_apply_gate`
+    x, chosen, shares = tokens(7)
+    assert experts.native_experts(module, x) is None
+    expected = own(x.double(), chosen, shares.double())
+    torch.testing.assert_close(module(x, chosen, shares).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_watched_experts_are_computed_one_by_one() -> None:
+    module, own = made("qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts")
+    seen = dict[str, list[int]](gate_up_proj=[], down_proj=[])
+    module.__dict__["watch"] = {name: lambda expert, x, to=to: to.append(expert) for name, to in seen.items()}
+    x, chosen, shares = tokens(4)
+    expected = own(x.double(), chosen, shares.double())
+    torch.testing.assert_close(module(x, chosen, shares).double(), expected, atol=2e-5, rtol=2e-5)
+    assert seen["gate_up_proj"] == seen["down_proj"] == sorted(set(chosen.flatten().tolist()))
+
+
+def one_by_one(module: Any, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for expert, picked in experts.by_expert(chosen, EXPERTS):
+        experts.add_expert(module, x, shares, picked, out, expert, expert)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", KNOWN)
+def test_reordered_matrices_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """As resident ones are, in the call and one by one."""
+    hidden, inner = 70, 72
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "moe_intermediate_size": inner}
+    module, _ = made(name, dtype, **sizes)
+    given = [(rows, tokens(rows, hidden)) for rows in (1, 9, 40)]
+    before = [(module(*some), one_by_one(module, *some)) for _, some in given]
+    matrices = [ParamRef(module, n, tuple(p.shape)) for n, p in module.named_parameters() if p.dim() == 3]
+    for param in matrices:
+        weights._pack(param, param.holder[param.name].data)
+    assert module.packed == {param.name for param in matrices}
+    for (_, some), (together, single) in zip(given, before, strict=True):
+        assert torch.equal(module(*some), together)
+        assert torch.equal(one_by_one(module, *some), single)
+    weights._unpacked(matrices[0])
+    assert "packed" not in module.__dict__
+
+
+def test_the_call_gives_the_sums_of_single_products() -> None:
+    """Bit by bit what one product after the other gives, except for the activation's last bits."""
+    module, _ = made("nemotron_h.modeling_nemotron_h:NemotronHExperts", mlp_hidden_act="relu")
+    x, chosen, shares = tokens(20)
+    assert torch.equal(module(x, chosen, shares), one_by_one(module, x, chosen, shares))
