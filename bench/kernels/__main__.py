@@ -226,7 +226,7 @@ def model(case: KernelCase, runs: int) -> Record:
 
     import flexengine
     from flexengine.model import build
-    from flexengine.model.native import recognise
+    from flexengine.model.native import fused
 
     rows, length, out = case.model
     generator = torch.Generator().manual_seed(0)
@@ -234,10 +234,10 @@ def model(case: KernelCase, runs: int) -> Record:
     prompts = [{"prompt_token_ids": row} for row in ids]
     sides: dict[str, Any] = {}
     place: Any = build  # the module in which the function is looked up
-    for name, used in (("as transformers has them", lambda _: None), ("fused", recognise.use_fused)):
+    for name, used in (("as transformers has them", lambda _: None), ("fused", fused.use_fused)):
         place.use_fused = used
         sides[name] = flexengine.Engine(device="cpu", lossy=flexengine.Lossy(**case.lossy))
-    place.use_fused = recognise.use_fused
+    place.use_fused = fused.use_fused
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for attempt in range(min(runs, 3) + 1):
         for name, engine in sides.items():

@@ -154,7 +154,10 @@ class Core:
         """Return the summary of a job without rows."""
         dtype = str(self.dtype).removeprefix("torch.")
         verified = Verified(self.verifier.files, self.verifier.bytes, self.verifier.seconds) if self.verifier else None
-        return Summary(self.source.name, self.machine.kind, dtype, lossy=self.lossy, verified=verified)
+        modules = self.skeleton.module_words if self.opened.cpu and self.dtype == torch.float32 else ()
+        return Summary(
+            self.source.name, self.machine.kind, dtype, lossy=self.lossy, verified=verified, as_modules=modules
+        )
 
     def prepare(self, watch: SweepMonitor, load_first: bool = False) -> JobResources:
         """Return the resources of a job, of all stages. Arguments and errors as in `stage`."""

@@ -75,6 +75,7 @@ class Summary:
         stages: for each stage of a pipeline in another process, its layers, policy, plan, busy seconds by lane, bytes
             by link and peak bytes, as JSON values. All other fields are those of the first stage; counts and seconds
             are those of the job.
+        as_modules: texts that say which layers run as modules of transformers, not as calls of native kernels, and why.
 
     Examples:
         >>> summary = engine.run_job("prompts.jsonl", "results.jsonl")
@@ -104,6 +105,7 @@ class Summary:
     plan: PlanReport | None = None
     job: JobCounts | None = None
     stages: tuple[Mapping[str, Any], ...] = ()
+    as_modules: tuple[str, ...] = ()
 
     @property
     def total_seconds(self) -> float:
@@ -116,8 +118,8 @@ class Summary:
         return self.generated_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary as JSON values, as `flexengine run --json` prints it. `job` and `stages` are left out if
-        they are empty."""
+        """Return the summary as JSON values, as `flexengine run --json` prints it. `job`, `stages` and `as_modules`
+        are left out if they are empty."""
         counts = [f.name for f in fields(self) if f.type in (str, int, float)] + ["total_seconds", "generated_tok_s"]
         return {
             **{name: getattr(self, name) for name in counts},
@@ -131,6 +133,7 @@ class Summary:
             "plan": self.plan.to_json() if self.plan else None,
             **({"job": asdict(self.job)} if self.job else {}),
             **({"stages": list(self.stages)} if self.stages else {}),
+            **({"as_modules": list(self.as_modules)} if self.as_modules else {}),
         }
 
 

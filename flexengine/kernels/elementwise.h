@@ -1,4 +1,4 @@
-// Norms, rotary positions, gates, and rounding to bf16. The result of a number is independent of its position in the
+// Norms, rotary positions, gates, sums, and rounding to bf16. The result of a number is independent of its position in the
 // tensor.
 #pragma once
 #include "convert.h"
@@ -19,11 +19,13 @@ template <class Call> struct RowTasks {
     void run(int64_t i) const { a.run(i * each, (i + 1) * each < rows ? (i + 1) * each : rows); }
 };
 
-// out[m, :] = weight * (x[m, :] / sqrt(mean of squares + eps)) + bias, with weight + shift in weight's place.
-// bias: null for none; centred: subtract the mean of x[m, :] first.
+// Row m of [rows, n] is head m % heads of token m / heads; x may have longer rows, tokens and heads.
+// out[m, :] = residual[m, :] + weight * (x[m, :] / sqrt(mean of squares + eps)) + bias, with weight + shift in weight's
+// place. weight: null for ones, and w_head numbers from one head's to the next; bias, residual: null for none;
+// centred: subtract the mean of x[m, :] first.
 struct Norm {
-    const float *x, *weight, *bias; float* out;
-    int64_t rows, n, x_row;
+    const float *x, *weight, *bias, *residual; float* out;
+    int64_t rows, n, heads, x_row, x_head, w_head;
     float eps, shift;
     int32_t centred;
 
@@ -33,7 +35,9 @@ struct Norm {
 };
 
 void norm_row(const Norm& a, int64_t m) {
-    const float* x = a.x + m * a.x_row;
+    const int64_t head = m % a.heads;
+    const float *x = a.x + m / a.heads * a.x_row + head * a.x_head, *more = a.residual ? a.residual + m * a.n : nullptr;
+    const float *weight = a.weight ? a.weight + head * a.w_head : nullptr, *bias = a.bias ? a.bias + head * a.w_head : nullptr;
     float* out = a.out + m * a.n;
     const int64_t whole = a.n / W * W;
     const int rest = int(a.n - whole);
@@ -56,13 +60,16 @@ void norm_row(const Norm& a, int64_t m) {
     const vf last = vload(part);
     sum[0] = vfma(last, last, sum[0]);
     const vf factor = vset(1.f / sqrtf(total(sum) / float(a.n) + a.eps)), shift = vset(a.shift);
-    for (int64_t d = 0; d < whole; d += W) {
-        const vf y = vmul(vadd(vload(a.weight + d), shift), vmul(vsub(vload(x + d), mean), factor));
-        vstore(out + d, a.bias ? vadd(y, vload(a.bias + d)) : y);
-    }
+    auto finished = [&](vf y, int64_t d, auto load) {
+        y = vmul(y, factor);
+        if (weight) y = vmul(vadd(load(weight + d), shift), y);
+        if (bias) y = vadd(y, load(bias + d));
+        return more ? vadd(load(more + d), y) : y;
+    };
+    for (int64_t d = 0; d < whole; d += W)
+        vstore(out + d, finished(vsub(vload(x + d), mean), d, [](const float* from) { return vload(from); }));
     if (!rest) return;
-    const vf y = vmul(vadd(vload_part(a.weight + whole, rest), shift), vmul(last, factor));
-    vstore(part, a.bias ? vadd(y, vload_part(a.bias + whole, rest)) : y);
+    vstore(part, finished(last, whole, [&](const float* from) { return vload_part(from, rest); }));
     memcpy(out + whole, part, size_t(rest) * 4);
 }
 
@@ -70,24 +77,38 @@ void Norm::run(int64_t low, int64_t high) const {
     for (int64_t m = low; m < high; m++) norm_row(*this, m);
 }
 
-// Head by head: out = x * cos + (-second half of x, first half of x) * sin. out: [tokens, heads, dim].
+// Head by head: out = x, but its first `turned` elements are x * cos + y * sin, where y are the same elements with their
+// halves exchanged, the new first half negated; with `pairs`, the two elements of each pair. After the `dim` elements of
+// x follow extra[token, head], if extra is not null, and zeros. out: [tokens, heads, width].
 struct Rotate {
-    const float *x, *cos, *sin; float* out;
-    int64_t tokens, heads, dim, x_row, x_head, angle_row;
+    const float *x, *cos, *sin, *extra; float* out;
+    int64_t tokens, heads, dim, turned, width, x_row, x_head, angle_row, extra_row;
+    int32_t pairs;
 
     int64_t rows_of_tasks() const { return tokens; }
-    int64_t row_elements() const { return heads * dim; }
+    int64_t row_elements() const { return heads * width; }
     void run(int64_t low, int64_t high) const;
 };
 
 void rotate_token(const Rotate& a, int64_t t) {
-    const int64_t half = a.dim / 2;
+    const int64_t half = a.turned / 2;
     const float *cos = a.cos + t * a.angle_row, *sin = a.sin + t * a.angle_row;
     for (int64_t h = 0; h < a.heads; h++) {
         const float *x = a.x + t * a.x_row + h * a.x_head, *y = x + half;
-        float* out = a.out + (t * a.heads + h) * a.dim;
-        for (int64_t d = 0; d < half; d++) out[d] = x[d] * cos[d] + -y[d] * sin[d];
-        for (int64_t d = 0; d < half; d++) out[half + d] = y[d] * cos[half + d] + x[d] * sin[half + d];
+        float* out = a.out + (t * a.heads + h) * a.width;
+        if (a.pairs) {
+            for (int64_t d = 0; d < a.turned; d += 2) {
+                out[d] = x[d] * cos[d] + -x[d + 1] * sin[d];
+                out[d + 1] = x[d + 1] * cos[d + 1] + x[d] * sin[d + 1];
+            }
+        } else {
+            for (int64_t d = 0; d < half; d++) out[d] = x[d] * cos[d] + -y[d] * sin[d];
+            for (int64_t d = 0; d < half; d++) out[half + d] = y[d] * cos[half + d] + x[d] * sin[half + d];
+        }
+        if (a.turned < a.dim) memcpy(out + a.turned, x + a.turned, size_t(a.dim - a.turned) * 4);
+        int64_t end = a.dim;
+        if (a.extra) out[end++] = a.extra[t * a.extra_row + h];
+        if (end < a.width) memset(out + end, 0, size_t(a.width - end) * 4);
     }
 }
 
@@ -95,48 +116,94 @@ void Rotate::run(int64_t low, int64_t high) const {
     for (int64_t t = low; t < high; t++) rotate_token(*this, t);
 }
 
-// gate = act(gate) * up, n numbers; up: null for 1
-enum Act : int32_t { SILU = 0, GELU_TANH = 1, RELU = 2 };
+// out = x + factor * y, all [rows, n]; out is contiguous
+struct Add {
+    const float *x, *y; float* out;
+    int64_t rows, n, x_row, y_row;
+    float factor;
+
+    int64_t rows_of_tasks() const { return rows; }
+    int64_t row_elements() const { return n; }
+    void run(int64_t low, int64_t high) const {
+        for (int64_t m = low; m < high; m++)
+            for (int64_t d = 0; d < n; d++) out[m * n + d] = x[m * x_row + d] + factor * y[m * y_row + d];
+    }
+};
+
+// gate = act(gate) * up, [rows, n]; up: null for ones
+enum Act : int32_t { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3, GELU_QUICK = 4, RELU_SQUARED = 5 };
 struct Gate {
     float* gate; const float* up;
-    int64_t n;
+    int64_t rows, n, row, up_row;
     int32_t act;
 
-    int64_t rows_of_tasks() const { return (n + EACH_TASK - 1) / EACH_TASK; }
-    int64_t row_elements() const { return EACH_TASK; }
+    int64_t spans() const { return (n + EACH_TASK - 1) / EACH_TASK; }  // of a row
+    int64_t rows_of_tasks() const { return rows * spans(); }
+    int64_t row_elements() const { return n < EACH_TASK ? n : EACH_TASK; }
     void run(int64_t low, int64_t high) const;
 };
 
-inline vf silu(vf x) {  // e = exp(-|x|) does not overflow
-    const vf e = vexp(vor(vand(x, 0x7fffffff), vset(-0.f))), under = vdiv(x, vadd(vset(1.f), e));
+inline vf sigmoid_times(vf x, vf y) {  // y / (1 + exp(-x)); e = exp(-|x|) does not overflow
+    const vf e = vexp(vor(vand(x, 0x7fffffff), vset(-0.f))), under = vdiv(y, vadd(vset(1.f), e));
     return vbelow(x, vset(0.f), vmul(under, e), under);
 }
+
+inline vf silu(vf x) { return sigmoid_times(x, x); }
+
+inline vf gelu_quick(vf x) { return sigmoid_times(vmul(vset(1.702f), x), x); }
 
 inline vf gelu_tanh(vf x) {
     const vf cube = vmul(vmul(x, x), x), inner = vmul(vset(0.79788456080286536f), vfma(vset(0.044715f), cube, x));
     return vmul(vmul(vset(0.5f), x), vadd(vset(1.f), vtanh(inner)));
 }
 
+// Error function: a quotient of polynomials, from Eigen; it is 1 to the last bit from 4 on.
+inline vf verf(vf x) {
+    x = vbelow(x, vset(-4.f), vset(-4.f), vbelow(vset(4.f), x, vset(4.f), x));
+    const vf s = vmul(x, x);
+    vf p = vset(-2.72614225801306e-10f), q = vset(-1.45660718464996e-05f);
+    constexpr float P[] = {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f,
+                           -7.34990630326855e-04f, -2.95459980854025e-03f, -1.60960333262415e-02f};
+    constexpr float Q[] = {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f, -1.42647390514189e-02f};
+    for (float c : P) p = vfma(p, s, vset(c));
+    for (float c : Q) q = vfma(q, s, vset(c));
+    return vdiv(vmul(x, p), q);
+}
+
+inline vf gelu(vf x) { return vmul(vmul(vset(0.5f), x), vadd(vset(1.f), verf(vmul(x, vset(0.70710678118654752f))))); }
+
 inline vf relu(vf x) { return vbelow(x, vset(0.f), vset(0.f), x); }  // NaN stays NaN
 
-inline vf activated(int32_t act, vf x) { return act == SILU ? silu(x) : act == RELU ? relu(x) : gelu_tanh(x); }
-
-void gate_span(const Gate& a, int64_t from, int64_t end) {
-    int64_t i = from;
-    for (; i + W <= end; i += W) {
-        const vf x = activated(a.act, vload(a.gate + i));
-        vstore(a.gate + i, a.up ? vmul(x, vload(a.up + i)) : x);
+inline vf activated(int32_t act, vf x) {
+    switch (act) {
+        case SILU: return silu(x);
+        case RELU: return relu(x);
+        case GELU: return gelu(x);
+        case GELU_QUICK: return gelu_quick(x);
+        case RELU_SQUARED: return vmul(relu(x), relu(x));
+        default: return gelu_tanh(x);
     }
-    if (i == end) return;
+}
+
+void gate_span(int32_t act, float* gate, const float* up, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        const vf x = activated(act, vload(gate + i));
+        vstore(gate + i, up ? vmul(x, vload(up + i)) : x);
+    }
+    if (i == n) return;
     float part[W];
-    const int rest = int(end - i);
-    const vf x = activated(a.act, vload_part(a.gate + i, rest));
-    vstore(part, a.up ? vmul(x, vload_part(a.up + i, rest)) : x);
-    memcpy(a.gate + i, part, size_t(rest) * 4);
+    const int rest = int(n - i);
+    const vf x = activated(act, vload_part(gate + i, rest));
+    vstore(part, up ? vmul(x, vload_part(up + i, rest)) : x);
+    memcpy(gate + i, part, size_t(rest) * 4);
 }
 
 void Gate::run(int64_t low, int64_t high) const {
-    gate_span(*this, low * EACH_TASK, high * EACH_TASK < n ? high * EACH_TASK : n);
+    for (int64_t i = low; i < high; i++) {
+        const int64_t m = i / spans(), from = i % spans() * EACH_TASK, span = n - from < EACH_TASK ? n - from : EACH_TASK;
+        gate_span(act, gate + m * row + from, up ? up + m * up_row + from : nullptr, span);
+    }
 }
 
 // Rounds x [rows, n] to bf16: to pairs in out [rows, (n + 1) / 2], with a zero after an odd last number, or `wide`, to

@@ -6,6 +6,7 @@ FLEX_SIZE(product, Product)
 FLEX_SIZE(norm, Norm)
 FLEX_SIZE(rotate, Rotate)
 FLEX_SIZE(gate, Gate)
+FLEX_SIZE(add, Add)
 FLEX_SIZE(narrow, Narrow)
 FLEX_SIZE(step, Step)
 

@@ -22,12 +22,13 @@ namespace {
 // 140, 169, 177; they move W times as many sums.
 
 constexpr int FEW = 8, SPAN = 512;  // rows; units (numbers, or pairs of bf16), as `k` and `d` are everywhere below
+constexpr int32_t ADDED = 1, ACROSS = 2;
 constexpr int GROUP = 512;  // rows of x that use every tile before the next rows do, so that they stay in L3
 
 // x: fp32, or pairs of bf16; for pairs, k, x_row and w_row count pairs.
-// across: w is [k, n], and x w is added to out (1), or out = residual + (bias + x w) (2). Without it w is [n, k], and
-// out = residual + (bias + x w^T).
-// residual: [rows, n], contiguous, may be null; w: bf16, fp16 or fp32; for pairs bf16, without `across`. k is at least 1.
+// across: w is [k, n], and x w is added to out (ADDED), or out = residual + (bias + x w) (ACROSS). Without it w is [n, k],
+// and out = residual + (bias + x w^T).
+// residual: [rows, n], contiguous, may be null; w: bf16, fp16 or fp32; for pairs bf16, `across` is 0. k is at least 1.
 struct Linear {
     const float *x; const void* w; const float *bias, *residual; float* out;
     int64_t rows, n, k, x_row, w_row, out_row;
@@ -48,8 +49,8 @@ template <class T> INLINE vf unit(vp a, int e, T) { return e ? odd(a, T()) : eve
 INLINE vf unit(vp a, int, pair) { return (vf)a; }
 INLINE vf unit(vp a, int, float) { return (vf)a; }
 
-// Adds the sums of `span` units from d on, [M, N * W], to out at row m and column c. Unless `across` is 1, the first sums
-// are added to the bias instead, and the residual is added with the last ones.
+// Adds the sums of `span` units from d on, [M, N * W], to out at row m and column c. Unless `across` is ADDED, the first
+// sums are added to the bias instead, and the residual is added with the last ones.
 template <int M, int N>
 inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, int64_t d, int64_t span) {
     const bool first = d == 0, last = d + span == a.k;
@@ -58,7 +59,7 @@ inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, int64_
         if (count <= 0) continue;
         auto load = [&](const float* from) { return count < W ? vload_part(from, int(count)) : vload(from); };
         float *to = a.out + (m + i / N) * a.out_row + at, part[W];
-        const float* from = !first || a.across == 1 ? to : a.bias ? a.bias + at : nullptr;
+        const float* from = !first || a.across == ADDED ? to : a.bias ? a.bias + at : nullptr;
         vf total = vload(sums + i * W);
         if (from) total = vadd(load(from), total);
         if (last && a.residual) total = vadd(load(a.residual + (m + i / N) * a.n + at), total);
@@ -77,7 +78,7 @@ inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, in
     const bool first = d == 0, residual = a.residual && d + span == a.k;
     UNROLL for (int i = 0; i < M; i++) {
         float* to = a.out + (m + i) * a.out_row + c;
-        const float* from = !first || a.across == 1 ? to : a.bias ? a.bias + c : nullptr;
+        const float* from = !first || a.across == ADDED ? to : a.bias ? a.bias + c : nullptr;
         const float* more = residual ? a.residual + (m + i) * a.n + c : nullptr;
         UNROLL for (int n = 0; n < N; n++) {
             vf total = sum[i][n];

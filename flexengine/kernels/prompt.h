@@ -315,7 +315,7 @@ inline bool pages_exist(const Prompt& a) {
 // prompts, their cached tokens, and the first of `entries` in their page table.
 struct Piece { int64_t first, rows, length, past, entry; };
 struct Batch {
-    const float *q, *k, *v; float* out;
+    const float *q, *k, *v, *sinks; float* out;
     const void* pool; const Piece* pieces; const int32_t* entries;
     char* memory;  // flex_batch_bytes, at a multiple of 64; written by flex_batch_plan
     int64_t count, heads, kv_heads, dim, window, pages, page_tokens, group;
@@ -325,7 +325,7 @@ struct Batch {
 
     Prompt operator()(int64_t c) const {
         const Piece& p = pieces[c];
-        return {q + p.first * q_row, k + p.first * k_row, v + p.first * v_row, nullptr,
+        return {q + p.first * q_row, k + p.first * k_row, v + p.first * v_row, sinks,
                 out + p.first * heads * dim, pool, entries + p.entry,
                 p.rows, p.length, p.length, heads, kv_heads, dim, window, p.past, pages, page_tokens, group,
                 p.length * q_row, q_row, q_head, p.length * k_row, k_row, k_head, p.length * v_row, v_row, v_head,

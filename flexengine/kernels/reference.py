@@ -29,6 +29,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
+    "gelu": gelu,
+    "gelu_quick": lambda x: x * (1.702 * x).sigmoid(),
+    "relu_squared": lambda x: relu(x).square(),
 }
 
 

@@ -12,8 +12,8 @@
 namespace {
 
 // beside: the step may run at the same time as the step before it, since neither reads what the other writes.
-enum class Kind : int32_t { LINEAR, DECODED, ROUND, DOTS, NARROW, NORM, ROTATE, GATE, APPEND, ATTEND, MERGE, PROMPTS };
-constexpr int KINDS = 12;
+enum class Kind : int32_t { LINEAR, DECODED, ROUND, DOTS, NARROW, NORM, ROTATE, GATE, APPEND, ATTEND, MERGE, PROMPTS, ADD };
+constexpr int KINDS = 13;
 struct Step {
     const void* call;
     int32_t kind, beside;
@@ -45,6 +45,7 @@ template <class F> INLINE void with_tasks(const Step& step, F f) {
         case Kind::ATTEND: return f(PartTasks<8192>{step.call, flex_decode_block, flex_decode_blocks(step.call)});
         case Kind::MERGE: return f(PartTasks<64>{step.call, flex_decode_merge, flex_decode_merges(step.call)});
         case Kind::PROMPTS: return f(PartTasks<8192>{step.call, flex_batch_block, flex_batch_blocks(step.call)});
+        case Kind::ADD: return f(RowTasks<Add>(*(const Add*)step.call));
     }
 }
 

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of quantized_gemm.h
 # In the order of enum Kind.
 KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge",
-         "prompts")  # fmt: skip
+         "prompts", "add")  # fmt: skip
 WORD = 8  # bytes of an address
+ACROSS = 2  # in linear.h
 
 
 class RecordedSteps:
@@ -167,21 +168,22 @@ class Steps:
 
         Args:
             x: [rows, k].
-            weight, bias, compute, packed: as there.
+            weight, bias, compute, packed: as there. A transposed weight has a stride of 1 along columns.
             residual: [rows, n], contiguous, added to the result; None for none.
             beside: whether the step before does not write x.
             out: receives the result, [rows, n], contiguous; None allocates it.
         """
         out = self.new((x.shape[0], weight.shape[0])) if out is None else out
-        pairs = False
-        if compute == "bf16":
+        pairs, across = False, weight.shape[1] > 1 and weight.stride(1) != 1
+        weight = weight.t() if across else weight
+        if compute == "bf16" and not across:
             even = weight.shape[1] % 2 == weight.stride(0) % 2 == 0
             pairs = self._pairs and weight.dtype == torch.bfloat16 and even
             x, beside = self._narrow(x, wide=not pairs, beside=beside)
         call = structs.Linear(
             *(x.data_ptr(), weight.data_ptr(), address(bias), address(residual), out.data_ptr()),
             *(*out.shape, x.shape[1], x.stride(0), weight.stride(0) // (1 + pairs), out.stride(0)),
-            *(CODES[weight.dtype], pairs, False, packed, self._threads),
+            *(CODES[weight.dtype], pairs, ACROSS * across, packed, self._threads),
         )
         self._add("linear", call, (x, weight, bias, residual, out), beside)
         return out
@@ -238,42 +240,84 @@ class Steps:
         return out, False
 
     def norm(
-        self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0, beside: bool = False,
-        bias: Tensor | None = None, centred: bool = False, out: Tensor | None = None,
+        self, x: Tensor, weight: Tensor | None, eps: float, shift: float = 0.0, beside: bool = False,
+        bias: Tensor | None = None, centred: bool = False, out: Tensor | None = None, residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Add an RMS norm of x [rows, n], see base.Kernels.rms_norm; or a layer norm.
+        """Add an RMS norm of x [rows, n] or [tokens, heads, n], see base.Kernels.rms_norm; or a layer norm.
 
         Args:
-            bias: [n], added to the result; None for none.
+            weight: [n], or [heads, n]; None for ones.
+            bias: of the weight's shape, added to the result; None for none.
             centred: whether the mean of a row is subtracted first, as in torch.nn.functional.layer_norm.
+            residual: contiguous, of x's shape, added to the result; None for none.
             out: as in `linear`.
         """
         out = self.new(x.shape) if out is None else out
+        heads, x_head = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        w_head = x.shape[-1] if weight is not None and weight.dim() == 2 else 0
         call = structs.Norm(
-            *(x.data_ptr(), weight.data_ptr(), address(bias), out.data_ptr()),
-            *(*x.shape, x.stride(0), eps, shift, centred),
+            *(x.data_ptr(), address(weight), address(bias), address(residual), out.data_ptr()),
+            *(x.shape[0] * heads, x.shape[-1], heads, x.stride(0), x_head, w_head, eps, shift, centred),
         )
-        self._add("norm", call, (x, weight, bias, out), beside)
+        self._add("norm", call, (x, weight, bias, residual, out), beside)
         return out
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False, out: Tensor | None = None) -> Tensor:
-        """Add rotary positions of x [tokens, heads, dim] with angles [tokens, dim]; see base.Kernels.rotate. out: as in
-        `linear`."""
+    def rotate(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        beside: bool = False,
+        out: Tensor | None = None,
+        pairs: bool = False,
+        extra: Tensor | None = None,
+    ) -> Tensor:
+        """Add rotary positions of x [tokens, heads, dim], see base.Kernels.rotate.
+
+        Args:
+            cos, sin: [tokens, turned]: the first elements of heads are turned; None for none.
+            out: [tokens, heads, width], contiguous: x, `extra` and zeros; None allocates it, without zeros.
+            pairs: whether neighbours are turned instead of elements of the two halves.
+            extra: [tokens or 1, heads], an element of each head after x; None for none.
+        """
         out = self.new(x.shape) if out is None else out
+        angle_row = 0 if cos is None else cos.stride(0)
+        extra_row = 0 if extra is None or len(extra) == 1 else extra.stride(0)
         call = structs.Rotate(
-            *(y.data_ptr() for y in (x, cos, sin, out)), *x.shape, *(x.stride(0), x.stride(1), cos.stride(0))
+            *(address(y) for y in (x, cos, sin, extra, out)),
+            *(
+                *x.shape,
+                0 if cos is None else cos.shape[1],
+                out.shape[2],
+                x.stride(0),
+                x.stride(1),
+                angle_row,
+                extra_row,
+            ),
+            pairs,
         )
-        self._add("rotate", call, (x, cos, sin, out), beside)
+        self._add("rotate", call, (x, cos, sin, extra, out), beside)
         return out
 
     def gate(self, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
-        """Add the kernel base.Kernels.gate, which overwrites `gate`. Both are contiguous. None stands for ones."""
-        call = structs.Gate(gate.data_ptr(), address(up), gate.numel(), base.ACTS.index(act))
+        """Add the kernel base.Kernels.gate, which overwrites `gate`. Both may be columns of larger matrices. None
+        stands for ones."""
+        whole = gate.is_contiguous() and (up is None or up.is_contiguous())
+        rows, n = (1, gate.numel()) if whole else gate.shape
+        up_row = 0 if up is None else up.stride(0)
+        call = structs.Gate(gate.data_ptr(), address(up), rows, n, gate.stride(0), up_row, base.ACTS.index(act))
         self._add("gate", call, (gate, up))
         return gate
 
+    def add(self, x: Tensor, y: Tensor, factor: float, out: Tensor | None = None) -> Tensor:
+        """Add x + factor * y, of matrices of one shape. out: as in `linear`."""
+        out = self.new(x.shape) if out is None else out
+        call = structs.Add(*(x.data_ptr(), y.data_ptr(), out.data_ptr(), *x.shape, x.stride(0), y.stride(0), factor))
+        self._add("add", call, (x, y, out))
+        return out
+
     def append_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, to: PagedAttention, scale: float, softcap: float | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, to: PagedAttention, options: base.AttentionOptions
     ) -> Tensor:
         """Add the kernels base.Kernels.append, decode_attention and attend_prompts. Return attention, [tokens, heads,
         head_dim].
@@ -282,9 +326,9 @@ class Steps:
             q: [tokens, heads, head_dim].
             k, v: [tokens, kv_heads, head_dim].
             to: pages, for these numbers of tokens and heads.
-            scale, softcap: as in decode_attention.
+            options: scale, softcap and sinks (fp32, contiguous) are used.
         """
-        out, n, options = self.new(q.shape), len(to.lengths), base.AttentionOptions(scale, to.window, softcap)
+        out, n, options = self.new(q.shape), len(to.lengths), options._replace(window=to.window)
 
         def append(tokens: slice) -> None:
             where = (k[tokens], v[tokens], to.pool, to.pages[tokens], to.offsets[tokens])
@@ -293,12 +337,12 @@ class Steps:
         if n:
             append(slice(n))
             where = (to.pool, to.tables, to.lengths, to.room, options, to.form)
-            decode = structs.decode_call(q[:n], *where, out=out, memory=to.memory)
-            self._add("attend", decode, (q, out, to))
-            self._add("merge", decode, (q, out, to))
+            decode = structs.decode_call(q[:n], *where, out=out, memory=to.memory, sinks=options.sinks)
+            self._add("attend", decode, (q, out, to, options))
+            self._add("merge", decode, (q, out, to, options))
         if to.pieces is not None:
             call = structs.batch_call((q, k, v), out, to, options, to.memory[to.split :])
-            self._add("prompts", call, (q, k, v, out, to))
+            self._add("prompts", call, (q, k, v, out, to, options))
             append(slice(n, None))  # it may overwrite pages that the prompts' queries see
         return out
 

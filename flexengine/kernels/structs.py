@@ -43,6 +43,7 @@ def _fields(body: str) -> Iterator[tuple[str, Any]]:
             yield name.strip(" *"), c_void_p if "*" in name else _TYPES[kind]
 
 
+Add = _struct("Add", "elementwise.h")
 Append = _struct("Append", "cache.h")
 Batch = _struct("Batch", "prompt.h")
 Decode = _struct("Decode", "rows.h")
@@ -154,12 +155,12 @@ def batch_call(
         qkv: of all tokens, [tokens, heads, head_dim], with a stride of 1 along a row.
         out: receives the result, [tokens, heads, head_dim], contiguous; None to ask for the size of the memory.
         to: what else the call reads.
-        options: scale and softcap are used.
+        options: scale, softcap and sinks are used.
         memory: scratch memory; None to ask for its size.
     """
     assert to.pieces is not None
     return Batch(
-        *(address(x) for x in (*qkv, out, to.pool, to.pieces, to.entries, memory)),
+        *(address(x) for x in (*qkv, options.sinks, out, to.pool, to.pieces, to.entries, memory)),
         *(len(to.pieces), qkv[0].shape[1], to.room.kv_heads, to.room.dim, to.window or 0),
         *(to.room.pages, to.room.page_tokens, 0 if to.form is None else to.form.group),
         *(x.stride(i) for x in qkv for i in range(2)),

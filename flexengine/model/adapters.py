@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 
-def adapt(model: Any, attend: Any) -> None:
-    """Replace the attention of a model of a family in `build.ADAPTERS` by `attend`, an attention function."""
-    kind = model.config.model_type
+def adapt(config: Any, model: Any, attend: Any) -> None:
+    """Replace the attention of a model, or of a layer, of a family in `build.ADAPTERS` by `attend`, an attention
+    function. config: of the model."""
+    kind = config.model_type
     for module in model.modules():
         if type(module).__name__.endswith("Attention") and hasattr(module, "_attn"):
             module._attn = MethodType(_scores(kind, module, attend), module)

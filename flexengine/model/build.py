@@ -2,8 +2,9 @@
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,7 +18,8 @@ from flexengine.model.checkpoint import Loading
 from flexengine.model.config import coupled_rope, load_config
 from flexengine.model.forward import ATTENTION, Attend, Layer, PausingEmbedding, PausingHead, PausingLayer, attend
 from flexengine.model.linear import FastLinear, Invariance, Product, use_product
-from flexengine.model.native.recognise import use_fused, use_native_layers
+from flexengine.model.native.fused import use_fused
+from flexengine.model.native.recognise import layer_calls, use_native_layers
 from flexengine.model.queries import recorded, separable
 from flexengine.model.sample import LogitStep
 from flexengine.model.skeleton import ParamRef, Skeleton
@@ -47,8 +49,8 @@ def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_co
             for module in (m for m in model.modules() if isinstance(m, FastLinear)):
                 narrow = module.weight.to(torch.bfloat16)
                 module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
-        with marked(ATTENTION), recorded(model) as calls:
-            _trial(skeleton)
+        with marked(ATTENTION), recorded(model) as calls, layer_calls(model) as arguments:
+            _trial(skeleton, arguments)
         skeleton.queries_apart = separable(calls)
         _restore_buffers(model)
     except UnsupportedModel as error:
@@ -89,12 +91,18 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
 
         raise UnsupportedModel(f"{name}: {config_fault(error, config.to_dict())}{odd_sizes(config)}") from error
     if adapted:
-        resolve_name(ADAPTERS[config.model_type])(model, attend)
+        _adapt(model.config, model)
         model.config._attn_implementation = ATTENTION  # else transformers makes masks
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # reads tensor values; and there is no padding
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model.eval().requires_grad_(False)
+
+
+def _adapt(config: Any, module: nn.Module) -> None:
+    """Replace the attention of a model with this config, or of a layer, if its family needs it."""
+    if config.model_type in ADAPTERS:
+        resolve_name(ADAPTERS[config.model_type])(config, module, attend)
 
 
 def _layer_list(model: Any, count: int) -> tuple[str, nn.ModuleList]:
@@ -162,9 +170,9 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     )
 
 
-def _trial(skeleton: Skeleton) -> None:
+def _trial(skeleton: Skeleton, calls: Mapping[int, Any]) -> None:
     """Run two packed tokens on the meta device. Raise UnsupportedModel if the model cannot be run in units: every layer
-    must pause once, and once more in its attention."""
+    must pause once, and once more in its attention. calls: receives the arguments of layers (`layer_calls`)."""
     seen: list[str] = []
     attends: dict[int, Attend] = {}
     shapes: set[tuple[int, int, int]] = set()
@@ -191,7 +199,8 @@ def _trial(skeleton: Skeleton) -> None:
         pairs = zip_longest(seen, order, fillvalue="the end")
         got, expected = next((got, expected) for got, expected in pairs if got != expected)
         raise UnsupportedModel(f"expected {expected} but the model went to {got}; it keeps other state")
-    use_native_layers(skeleton.model, attends)
+    adapt = partial(_adapt, skeleton.model.config)
+    skeleton.as_modules = use_native_layers(skeleton.model, attends, calls, adapt)
     all_heads, all_kv_heads, (*_, dim) = (sorted(set(column)) for column in zip(*shapes, strict=True))
     width = dim if dim % 8 == 0 else -(-dim // 16) * 16  # kernels are fastest with whole vectors
     skeleton.heads, skeleton.kv_heads, skeleton.head_dim = all_heads[-1], all_kv_heads[-1], width

@@ -147,7 +147,9 @@ class PausingLayer(nn.Module):
     def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
         self.layer, self.index = layer, index
-        self.outputs: int | None = None  # length of the tuple that is returned for a skipped layer; None: a tensor
+        self.outputs: int | None = (
+            None  # length of the tuple that is returned if modules do not return it; None: a tensor
+        )
         self.native: Any = None  # computes the layer, and layers after it, by native kernels; None if modules do
 
     def __getattr__(self, name: str) -> Any:
@@ -159,31 +161,31 @@ class PausingLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if self.index < 0:
-            return self._passed(hidden)
+            return self._returned(hidden)
         current, positions = this_pass(), kwargs.get("position_embeddings")
         joined = hidden is current.output and positions is current.positions
         if self.index < current.computed:
             if not joined:
                 raise RuntimeError(f"layer {self.index} was computed ahead with another input than its own")
-            return hidden
+            return self._returned(hidden)
         current.output = None
         entered = pause(Layer(self.index, hidden))
         if entered is None:
-            return self._passed(hidden)
+            return self._returned(hidden)
         if self.native is not None:
             self.native.joined = joined or (current.rotates and self.native.joined)
         try:
             if self.native is not None and self.native.usable(entered, positions):
                 count, current.output = self.native(entered, positions)
                 current.positions, current.computed = positions, self.index + count
-                return current.output
+                return self._returned(current.output)
             if "hidden_states" in kwargs:
                 return self.layer(*args, **(kwargs | {"hidden_states": entered}))
             return self.layer(entered, *args[1:], **kwargs)
         except Elsewhere:
-            return self._passed(hidden)
+            return self._returned(hidden)
 
-    def _passed(self, hidden: Tensor) -> Any:
+    def _returned(self, hidden: Any) -> Any:
         """Return hidden states as the layer returns them."""
         return hidden if self.outputs is None else (hidden, *[None] * (self.outputs - 1))
 

@@ -41,6 +41,9 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
             module.index -= first
         skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
         skeleton.windows = {j - first: skeleton.windows[j] for j in range(first, end)}
+        reasons = {j - first: why for j, why in skeleton.as_modules.items() if first <= j < end}
+        skeleton.as_modules.clear()
+        skeleton.as_modules.update(reasons)
         if first:
             refuse_leaks(skeleton)
 

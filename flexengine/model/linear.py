@@ -90,6 +90,7 @@ class FastConv1D(Conv1D):  # type: ignore[misc]
 
     product: Product
     forms: Mapping[str, Form] = {}
+    packed = False
 
     def forward(self, x: Tensor) -> Tensor:
         form = self.forms.get("weight")

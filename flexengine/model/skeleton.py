@@ -74,6 +74,8 @@ class Skeleton:
     head_dim: int = 0
     # By layer, number of tokens that a query sees; None for all.
     windows: dict[int, int | None] = field(default_factory=dict)
+    # By layer that native kernels do not compute, the reason (native/recognise.py).
+    as_modules: dict[int, str] = field(default_factory=dict)
     forms: dict[str, WeightFormat] = field(default_factory=dict)  # format of each encoded parameter, by name
     total: int = 0  # number of decoder layers of the whole model
     first: int = 0  # number of `layers[0]` in the whole model
@@ -103,6 +105,15 @@ class Skeleton:
         queueing of kernels.
         """
         return self.invariance if device.type == "cpu" else None
+
+    @property
+    def module_words(self) -> tuple[str, ...]:
+        """Texts that say which layers run as modules of transformers, not as calls of native kernels, and why."""
+        count, texts = len(self.layers), list[str]()
+        for reason in dict.fromkeys(self.as_modules.values()):
+            some = sum(1 for why in self.as_modules.values() if why == reason)
+            texts.append(f"{some} of {count} layers run as modules of transformers, which is slower: {reason}")
+        return tuple(texts)
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:

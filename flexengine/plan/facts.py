@@ -118,6 +118,7 @@ class ModelFacts:
     leaves: bool = False  # whether hidden states leave to layers after the range, so that there is no head
     embedding_stays: bool = True  # whether layers may read values of the embedding beside hidden states
     queries_apart: bool = True  # whether queries can be computed before keys and values
+    as_modules: tuple[str, ...] = ()  # texts: which layers run as modules of transformers, and why; () if none does
     # per layer, its block whose neurons are read when they become active, if any; () if no layer has one. Their
     # weights are not among `layers`.
     blocks: tuple[NeuronFacts | None, ...] = ()

@@ -186,6 +186,7 @@ class OpenModel:
             leaves=skeleton.leaves,
             embedding_stays=skeleton.embedding_stays,
             queries_apart=skeleton.queries_apart,
+            as_modules=skeleton.module_words if self.cpu and self.dtype == torch.float32 else (),
             topk=lossy.sparse_attention,
             # Calls of whole layers keep theirs (`Cache.paged`) beside those of attention.
             scratch=scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim) * (2 if self.cpu else 1),

@@ -203,7 +203,9 @@ class Worker:
         end = layer + task.layers
         while layer < end:  # one call of kernels may compute fewer layers than it may
             where = state.view, state.batch.cache_home, task.cache
-            paged = self.cache.paged(self.joined.native(layer, end), self.skeleton.windows, *where)
+            # A layer whose experts may be loaded on demand pauses for them, after attention.
+            whole = range(layer, layer) if self.experts.names[layer] else self.joined.native(layer, end)
+            paged = self.cache.paged(whole, self.skeleton.windows, *where)
             event = self._to_attention(task, layer, state, paged)
             if isinstance(event, Attend):
                 event = state.forward.resume(self.cache.attend(event, *where))

@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
@@ -32,6 +33,7 @@ from transformers import conversion_mapping
 
 from flexengine import Engine, Policy, SamplingParams, kernels
 from flexengine.errors import FlexError
+from flexengine.model.forward import pausing_layers
 from tests.helpers.tiny_models import VOCABULARY, NoReferenceError, make_model, seeds_of, tiny_config
 
 # Ragged prompts, most of them longer than the sliding window, one whose answer begins a page of the cache; new tokens.
@@ -168,7 +170,9 @@ def refusal(directory: Path, error: FlexError) -> str:
 
 
 def compare(directory: Path, in_memory: Engine, prompts: list[list[int]], expected: list[list[int]]) -> tuple[str, str]:
-    """Return verdict and reason of the engine on the model in `directory`. in_memory: opened on a CPU; closed here."""
+    """Return verdict and reason of the engine on the model in `directory`, or how its layers compute if it is exact.
+    in_memory: opened on a CPU; closed here."""
+    skeleton = in_memory.core.skeleton
     spread = Policy(gpu_batch_size=3, num_gpu_batches=2, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3))
     engines = {"in memory": lambda: in_memory, "spread": lambda: opened(directory, policy=spread, device="sim")}
     for name, engine in engines.items():
@@ -177,7 +181,17 @@ def compare(directory: Path, in_memory: Engine, prompts: list[list[int]], expect
                 check_reference(directory, prompts[j], expected[j], answer)
                 at = next(i for i, (a, b) in enumerate(zip(answer, expected[j], strict=True)) if a != b)
                 return "wrong", f"{name}: prompt of {len(prompts[j])} tokens, new token {at + 1} of {NEW} differs"
-    return "exact", ""
+    return "exact", layer_words(skeleton)
+
+
+def layer_words(skeleton: Any) -> str:
+    """Return how the layers of a model compute that has run: native kernels by their record, or modules and why."""
+    layers = pausing_layers(skeleton.model)
+    by_index = {layer.index: layer.native.record.text for layer in layers if layer.native is not None}
+    texts = {j: f"modules: {why}" for j, why in skeleton.as_modules.items()}
+    counts = Counter(texts.get(layer.index) or f"native: {by_index[layer.index]}" for layer in layers)
+    some = len(counts) > 1
+    return "; ".join(f"{text} ({n} of {len(layers)} layers)" if some else text for text, n in counts.items())
 
 
 @torch.no_grad()
@@ -302,7 +316,8 @@ def rendered(findings: list[Finding]) -> str:
     lines += [f"| {v} | {sum(f.verdict == v for f in findings)} | {VERDICTS[v]} |" for v in shown]
     lines += [f"| all | {len(findings)} | |"]
     for verdict in shown:
-        lines += ["", f"## {verdict}", "", "| architecture | model_type | verdict | reason |", "|---|---|---|---|"]
+        column = "layers on a CPU" if verdict == "exact" else "reason"
+        lines += ["", f"## {verdict}", "", f"| architecture | model_type | verdict | {column} |", "|---|---|---|---|"]
         for reason, group in grouped(f for f in findings if f.verdict == verdict).items():
             text = reason.replace("|", "\\|")
             lines += [f"| {f.architecture} | {f.model_type} | {f.verdict} | {text} |" for f in group]

@@ -29,6 +29,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", dict(_GATED, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=9,
                                layer_types=["sliding_attention", "full_attention"] * 2)),
     "bloom": ("Bloom", dict(vocab_size=601, hidden_size=64, n_layer=4, n_head=4)),
+    "granite": ("Granite", dict(_GATED, residual_multiplier=0.5, attention_multiplier=0.2, embedding_multiplier=1.5)),
+    "cohere": ("Cohere", dict(_GATED, pad_token_id=0, bos_token_id=1)),
+    "starcoder2": ("Starcoder2", dict(_GATED, sliding_window=None)),
+    "glm4": ("Glm4", dict(_GATED, head_dim=16, partial_rotary_factor=0.5, pad_token_id=0)),
 }  # fmt: skip
 LENGTHS = (5, 17, 1, 40, 29, 8, 33, 17)  # ragged prompts
 NEW = 6  # tokens generated: caches grow past a page (29), and prompts past the sliding window (5)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.model.build import build
-from flexengine.model.forward import PausingLayer
+from flexengine.model.forward import Attend, Inputs, Pass, PausingLayer, pausing_layers
 from flexengine.model.skeleton import Skeleton
 
-NATIVE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")  # families whose layers compute so
+# Families whose layers compute so, but for those that get other arguments than `called` gives.
+NATIVE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gemma2", "phi3", "gpt2", "gpt-neox", "olmo2", "cohere",
+                   "glm4", "granite", "mixtral")  # fmt: skip
 TOKENS = 5
 
 
@@ -37,12 +39,43 @@ def changed(directory: Path, target: Path, kind: str, **fields: Any) -> Path:
 
 def arguments(skeleton: Skeleton, tokens: int = TOKENS) -> tuple[Tensor, Any]:
     """Return hidden states, and cosines and sines of a layer; None if its positions are not rotary."""
-    config = skeleton.config.get_text_config()
-    width, dim = config.hidden_size, getattr(config, "head_dim", None) or skeleton.head_dim
-    if config.model_type == "opt":
-        return torch.randn(1, tokens, width), None
-    return torch.randn(1, tokens, width), (torch.randn(1, tokens, dim), torch.randn(1, tokens, dim))
+    native = pausing_layers(skeleton.model)[0].native
+    hidden, width = torch.randn(1, tokens, skeleton.config.get_text_config().hidden_size), native.width
+    return hidden, (torch.randn(1, tokens, width), torch.randn(1, tokens, width)) if width else None
 
 
 def called(layer: PausingLayer, hidden: Tensor, positions: Any) -> Any:
+    """Return a layer's output, without what else its tuple has."""
+    if type(layer.layer).__name__ == "BloomBlock":
+        return layer(hidden, alibi=None, attention_mask=None)[0]
     return layer(hidden) if positions is None else layer(hidden, position_embeddings=positions)
+
+
+def ran(
+    layer: PausingLayer, hidden: Tensor, positions: Any, native: bool = True, keep: Tensor | None = None,
+    recycles: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Return q times the scale of attention, k, v and the output of a layer.
+
+    Args:
+        native: whether it may be computed as two calls.
+        keep: tokens with logits; None for all.
+        recycles: of the pass.
+    """
+    kept, layer.native = layer.native, layer.native if native else None
+    events, answer = list[Any](), hidden
+    try:
+        current = Pass(lambda: called(layer, hidden, positions))
+        current.recycles = recycles
+        ids = torch.arange(hidden.shape[1])[None]
+        current.inputs = Inputs(ids, ids, ids[0] if keep is None else keep)
+        event: Any = current.switch()
+        while not current.dead:
+            if isinstance(event, Attend):
+                events.append(event)
+                answer = torch.sin(torch.arange(event.q.numel())).view(1, event.q.shape[2], event.q.shape[1], -1)
+            event = current.switch(answer)
+    finally:
+        layer.native = kept
+    (attend,) = events
+    return [attend.q * attend.scale, attend.k, attend.v, event]

@@ -14,50 +14,18 @@ from flexengine import kernels
 from flexengine.guests.flash.feed_forward import RecordDown
 from flexengine.kernels import recycled
 from flexengine.kernels.reference import ReferenceKernels
-from flexengine.model.forward import Attend, Inputs, Pass, PausingLayer
 from flexengine.model.linear import FastLinear
 from flexengine.model.native.layer import release
 from flexengine.model.queries import use_queries_first
 from flexengine.model.skeleton import Skeleton
-from tests.helpers.native_layers import NATIVE_FAMILIES, arguments, called, changed, opened
+from tests.helpers.native_layers import NATIVE_FAMILIES, arguments, changed, opened, ran
 
-CLOSE = ("opt",)  # not to the bit: torch computes layer norms by another order of sums
-OTHERS = ("gemma2", "gemma3", "phi3", "gpt2", "olmo2", "mixtral", "gpt-oss", "bloom")
+EXACT = ("llama", "mistral", "qwen2", "qwen3")  # to the bit: their modules use the same kernels in the same order
 
 
 @pytest.fixture(autouse=True)
 def seed(two_threads: None) -> None:
     torch.manual_seed(0)
-
-
-def ran(
-    layer: PausingLayer, hidden: Tensor, positions: Any, native: bool = True, keep: Tensor | None = None,
-    recycles: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """Return q times the scale of attention, k, v and the output of a layer.
-
-    Args:
-        native: whether it may be computed as two calls.
-        keep: tokens with logits; None for all.
-        recycles: of the pass.
-    """
-    kept, layer.native = layer.native, layer.native if native else None
-    events, answer = list[Any](), hidden
-    try:
-        current = Pass(lambda: called(layer, hidden, positions))
-        current.recycles = recycles
-        ids = torch.arange(hidden.shape[1])[None]
-        current.inputs = Inputs(ids, ids, ids[0] if keep is None else keep)
-        event: Any = current.switch()
-        while not current.dead:
-            if isinstance(event, Attend):
-                events.append(event)
-                answer = torch.sin(torch.arange(event.q.numel())).view(1, event.q.shape[2], event.q.shape[1], -1)
-            event = current.switch(answer)
-    finally:
-        layer.native = kept
-    (attend,) = events
-    return [attend.q * attend.scale, attend.k, attend.v, event]
 
 
 def in_bf16(skeleton: Skeleton) -> None:
@@ -74,15 +42,15 @@ def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -
         assert layer.native.usable(hidden, positions)
         ours, theirs = ran(layer, hidden, positions), ran(layer, hidden, positions, native=False)
         for mine, other in zip(ours, theirs, strict=True):
-            if family in CLOSE:
-                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+            if family in EXACT:
+                assert torch.equal(mine, other)
             else:
-                assert torch.equal(mine, other)  # the same kernels in the same order
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("compute", [None, "bf16"])
 @pytest.mark.parametrize("tokens", [8, 1100])  # parts of 512 rows
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize("family", sorted({*NATIVE_FAMILIES} - {"mixtral"}))  # torch's router: not to the bit here
 def test_of_the_last_layer_only_rows_with_logits_are_computed(
     families: Any, monkeypatch: pytest.MonkeyPatch, family: str, tokens: int, compute: str | None
 ) -> None:
@@ -107,19 +75,13 @@ def test_of_the_last_layer_only_rows_with_logits_are_computed(
                 assert not one[:, zero].any()
 
 
-@pytest.mark.parametrize("family", OTHERS)
-def test_other_layers_keep_their_modules(families: Any, family: str) -> None:
-    _, layers = opened(families(family).directory)
-    assert all(layer.native is None for layer in layers)
-
-
-def test_a_trial_finds_what_names_do_not_tell(families: Any, tmp_path: Path) -> None:
+def test_a_run_finds_what_names_do_not_tell(families: Any, tmp_path: Path) -> None:
     """Granite has LLaMA's modules, but scales what it adds to the residual."""
     for number, multiplier in enumerate((1.0, 0.7)):
         model = changed(families("llama").directory, tmp_path / str(number), "Granite", residual_multiplier=multiplier)
         skeleton, layers = opened(model)
-        hidden, positions = arguments(skeleton)
-        assert {layer.native.usable(hidden, positions) for layer in layers} == {multiplier == 1.0}
+        assert {layer.native.usable(*arguments(skeleton)) for layer in layers} == {True}
+        assert {layer.native.record.factors for layer in layers} == {(multiplier, multiplier)}
 
 
 def test_a_trial_finds_what_only_large_numbers_change(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +99,7 @@ def test_a_trial_finds_what_only_large_numbers_change(families: Any, monkeypatch
         monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
         skeleton, layers = opened(families("llama").directory)
         assert {layer.native.usable(*arguments(skeleton)) for layer in layers} == {forward is own}
+        assert len(skeleton.as_modules) == (0 if forward is own else len(layers))
 
 
 @pytest.mark.parametrize("name", ["LlamaDecoderLayer", "LlamaModel"])
@@ -151,20 +114,22 @@ def test_code_of_others_is_computed_by_its_modules(families: Any, monkeypatch: p
     assert [layer.native for layer in layers] == [None] * len(layers)
 
 
-def test_layer_norms_after_the_residual_are_found_by_the_trial(families: Any, tmp_path: Path) -> None:
+def test_layer_norms_after_the_residual_are_found(families: Any, tmp_path: Path) -> None:
     """As in OPT-350m."""
     for before in (True, False):
         model = changed(families("opt").directory, tmp_path / str(before), "OPT", do_layer_norm_before=before)
         skeleton, layers = opened(model)
-        assert {layer.native.usable(*arguments(skeleton)) for layer in layers} == {before}
+        assert {layer.native.usable(*arguments(skeleton)) for layer in layers} == {True}
+        assert {any(layer.native.record.closing) for layer in layers} == {not before}
 
 
-def test_layers_of_one_class_with_other_settings_have_trials_of_their_own(families: Any, tmp_path: Path) -> None:
+def test_layers_of_one_class_with_other_settings_have_records_of_their_own(families: Any, tmp_path: Path) -> None:
     """Some layers of SmolLM3 have no rotary positions."""
     model = changed(families("llama").directory, tmp_path / "m", "SmolLM3", no_rope_layers=[1, 0, 1, 0], pad_token_id=0)
     skeleton, layers = opened(model)
     hidden, positions = arguments(skeleton)
-    assert [layer.native.usable(hidden, positions) for layer in layers] == [True, False, True, False]
+    assert {layer.native.usable(hidden, positions) for layer in layers} == {True}
+    assert [layer.native.record.rotary is not None for layer in layers] == [True, False, True, False]
 
 
 def test_modules_are_used_where_they_are_watched_or_changed(families: Any) -> None:

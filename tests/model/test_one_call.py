@@ -42,9 +42,8 @@ def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str,
     """It appends, and computes the bits of a layer that pauses at attention."""
     skeleton, layers = opened(families(family).directory)
     hidden, positions = arguments(skeleton, 3)
-    attention: Any = layers[0].layer.self_attn
-    dim, heads = attention.head_dim, attention.q_proj.out_features // attention.head_dim
-    pool, form = pool_of(kind, attention.k_proj.out_features // dim, dim)
+    heads, kv_heads, dim, _ = layers[0].native.sizes
+    pool, form = pool_of(kind, kv_heads, dim)
     tables = torch.tensor([[3, 0, 0], [7, 1, 9], [2, 5, 0]]).int()
     lengths = torch.tensor([1, 10, 8]).int()
     pages, offsets = torch.tensor([3, 9, 5]).int(), torch.tensor([0, 1, 3]).int()
@@ -79,9 +78,7 @@ class Mixed:
     """
 
     def __init__(self, layer: PausingLayer, kind: str, length: int) -> None:
-        attention: Any = layer.layer.self_attn
-        self.dim = attention.head_dim
-        self.heads, kv_heads = (m.out_features // self.dim for m in (attention.q_proj, attention.k_proj))
+        self.heads, kv_heads, self.dim, _ = layer.native.sizes
         own = -(-length // 4)  # pages of a prompt
         self.pool, self.form = pool_of(kind, kv_heads, self.dim, 12 + 2 * own)
         self.tables, self.lengths = torch.tensor([[3, 0], [7, 1]]).int(), torch.tensor([1, 6]).int()
@@ -202,9 +199,8 @@ class Decoded:
     def __init__(self, skeleton: Skeleton, layers: list[PausingLayer]) -> None:
         self.layers = layers
         self.hidden, self.positions = arguments(skeleton, 3)
-        attention: Any = layers[0].layer.self_attn
-        dim, heads = attention.head_dim, attention.q_proj.out_features // attention.head_dim
-        self.pools = [torch.randn(12, 2, attention.k_proj.out_features // dim, 4, dim) for _ in layers]
+        heads, kv_heads, dim, _ = layers[0].native.sizes
+        self.pools = [torch.randn(12, 2, kv_heads, 4, dim) for _ in layers]
         tables, lengths = torch.tensor([[3, 0, 0], [7, 1, 9], [2, 5, 0]]).int(), torch.tensor([1, 10, 8]).int()
         places = torch.tensor([3, 9, 5]).int(), torch.tensor([0, 1, 3]).int()
         first = kernels.load().paged(heads, self.pools[0], PagedTokens(tables, lengths, *places))

@@ -1,7 +1,10 @@
 """Decoder layers as two calls of native kernels: all before attention in one, all after it in the other.
 
-    before   norm, queries | keys | values, rotary positions if there are any
-    after    output projection + residual, norm, gate | up or up alone, activation, down projection + residual
+    before   norm, queries | keys | values, their norms, rotary positions
+    after    output projection + residual, norm, the block that follows + residual
+
+What exactly these compute is in the layer's record (native/describe.py); native/parts.py makes steps of it. If the
+block is a module, such as experts, this module is called between two calls of kernels.
 
 Of prompts, most rows have no logits. In the last layer only keys and values of these rows are computed, so that the
 calls before attention are two: keys | values of all rows, queries of some.
@@ -19,38 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recycled import Recycled
 from flexengine.kernels.steps import RecordedSteps, Steps
 from flexengine.model.forward import Attend, PausingLayer, attend, this_pass
-from flexengine.model.linear import FastLinear, unwatched
+from flexengine.model.linear import FastConv1D, FastLinear, unwatched
+from flexengine.model.native.describe import LayerRecord, angle_index
+from flexengine.model.native.parts import HeadSizes, LayerSteps, widths
 
 MOST_CALLS = 64  # recorded calls that layers of equal settings keep
-PART = 512  # rows that are computed together, so that what one step writes stays in the CPU's caches for the next
 MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on two cores: Ctrl-C waits for its end
-# Names of activation functions, by class.
-ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "ReLU": "relu"}
-
-
-class LayerParts(NamedTuple):
-    """The modules of a layer."""
-
-    attention: Any  # module that has the projections to queries, keys and values
-    act: tuple[Any, str]  # module with the activation function, and the name of its attribute
-    rotary: bool  # whether positions are rotary; if not, the layer gets no cosines and sines
-    factor: float  # by which the layer multiplies queries before attention
-    before: Any  # norm before attention
-    after: Any  # norm after attention
-    q: FastLinear  # projections of attention
-    k: FastLinear
-    v: FastLinear
-    out: FastLinear
-    up: FastLinear  # projections of the MLP
-    down: FastLinear
-    gate: FastLinear | None = None
-    q_norm: Any = None  # norms of the heads of queries and keys
-    k_norm: Any = None
 
 
 class BoundWeights(NamedTuple):
@@ -58,7 +41,7 @@ class BoundWeights(NamedTuple):
 
     parameters: list[Any]  # the modules' weights and biases; None for no bias
     how: list[tuple[bool, Any]]  # by linear module, whether its weight is reordered, and how activations are rounded
-    biases: dict[FastLinear, Tensor | None]  # by linear module, its bias in fp32; None for none
+    biases: dict[nn.Module, Tensor | None]  # by linear module, its bias in fp32; None for none
     given: list[Tensor]  # the tensors that the calls read
     addresses: list[int]  # of these
     format: int  # their number in `LayerKind.formats`
@@ -75,10 +58,15 @@ class Scratch(Recycled):
 
 
 class LayerKind:
-    """Calls and memory of layers of equal settings. proven: returns whether they compute so (native/recognise.py)."""
+    """Calls and memory of layers of equal settings.
 
-    def __init__(self, proven: Callable[[], bool], scratch: Scratch) -> None:
-        self.proven, self.scratch = proven, scratch
+    Args:
+        record: what they compute.
+        proven: returns whether the calls compute it (native/recognise.py).
+    """
+
+    def __init__(self, record: LayerRecord, proven: Callable[[], bool], scratch: Scratch) -> None:
+        self.record, self.proven, self.scratch = record, proven, scratch
         self.formats = dict[Hashable, int]()  # a number for each combination of shapes and formats of a layer's weights
         self._calls: dict[Hashable, RecordedSteps] = {}  # the one used last is the last one
         self.release()
@@ -88,7 +76,7 @@ class LayerKind:
         self.scratch.release()
         # Page tables, key and call of the last whole layer; the next layers of a sweep have the same.
         self.recent: tuple[Tensor, Hashable, RecordedSteps] | None = None
-        self._angles: tuple[Any, tuple[int, ...], list[Tensor] | None] = None, (), None
+        self._given: tuple[Any, Any, list[Tensor] | None] = None, None, None
 
     def call(self, key: Hashable, record: Callable[[], RecordedSteps]) -> RecordedSteps:
         """Return the call with a key, and make the scratch memory as large as it needs. If there is none, record it."""
@@ -102,33 +90,58 @@ class LayerKind:
         return found
 
     def angles(self, positions: Any, shape: tuple[int, ...]) -> list[Tensor] | None:
-        """Return cosines and sines, [tokens, head_dim]; None if they are others than the calls can use. positions:
-        argument `position_embeddings`, the same object for all layers of a pass; shape: (1, tokens, head_dim)."""
-        if self._angles[0] is not positions or self._angles[1] != shape:
-            fine = type(positions) is tuple and len(positions) == 2
+        """Return cosines and sines, [tokens, turned]; None if they are others than the calls can use. positions:
+        argument `position_embeddings`, the same object for all layers of a pass; shape: (1, tokens, width)."""
+        if self._given[0] is not positions or self._given[1] != shape:
+            rotary, fine = self.record.rotary, type(positions) is tuple and len(positions) == 2
             fine = fine and all(x.shape == shape and x.dtype == torch.float32 for x in positions)
-            self._angles = positions, shape, [x[0].contiguous() for x in positions] if fine else None
-        return self._angles[2]
+            index = None if rotary is None else angle_index(rotary.angles, shape[2])
+            turned = [x[0] if index is None else x[0][:, index] for x in positions] if fine else None
+            self._given = positions, shape, turned and [x.contiguous() for x in turned]
+        return self._given[2]
+
+    def alibi(self, heads: int, scale: float) -> list[Tensor]:
+        """Return the additional elements of queries, [1, heads], and of keys, [tokens, heads] (adapters.py)."""
+        positions = this_pass().inputs.positions
+        if self._given[0] is not positions:
+            from flexengine.model.adapters import slopes  # few models have such positions
+
+            keys = positions.float().view(-1, 1) * torch.tensor(slopes(heads), dtype=torch.float64).float()
+            self._given = positions, None, [torch.full((1, heads), 1 / scale), keys]
+        assert self._given[2] is not None
+        return self._given[2]
 
 
 class NativeLayer:
     """The calls of one layer. Layers of a kind share recorded calls: adding the steps of one takes as long as products.
 
-    event: a pause of the layer at attention; kind: what the layer shares with others.
+    Args:
+        layer: the modules.
+        event: a pause of the layer at attention.
+        width: elements of cosines and sines; 0 for other positions.
+        kind: what the layer shares with others.
     """
 
-    def __init__(self, layer: Any, parts: LayerParts, event: Attend, kind: LayerKind) -> None:
-        self.parts, self.attention, self.kind = parts, parts.attention, kind
-        scaling = event.scale * parts.factor
-        # Arguments that the layer's attention module passes to the attention function.
-        self.options: dict[str, Any] = {"scaling": scaling, "sliding_window": event.window, "softcap": event.softcap}
-        modules = list(layer.modules())
+    def __init__(self, layer: Any, event: Attend, width: int, kind: LayerKind) -> None:
+        self.kind, self.record, self.width = kind, kind.record, width
+        record = kind.record
+        self.module = module = cast(Callable[[str], Any], layer.get_submodule)
+        self.attention = module(record.attention)
+        self.block = module(record.mlp.module) if record.mlp.module else None
+        dim = event.q.shape[-1] - record.alibi
+        self.sizes = HeadSizes(event.q.shape[1], event.k.shape[1], dim, event.v.shape[-1])
+        self.options = AttentionOptions(event.scale * record.factor, event.window, event.softcap)
+        inside = set() if self.block is None else set(self.block.modules())
+        modules = [m for m in layer.modules() if m not in inside]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._attributes = [m.__dict__ for m in modules]
-        self._linear: list[FastLinear] = [m for m in modules if isinstance(m, FastLinear)]
-        self._layer_norms = [m for m in modules if isinstance(m, nn.LayerNorm)]
-        with_weights = [m._parameters for m in modules if m._parameters.get("weight") is not None]
-        self._parameters = [(parameters, name) for parameters in with_weights for name in parameters]
+        self._forwards = [(m.__dict__, m.__dict__.get("forward")) for m in modules]
+        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        self._linear: list[Any] = [module(path) for path in record.linear]
+        norms = [module(path) for path in dict.fromkeys(norm.path for norm in record.used)]
+        self._norms = [m._parameters for m in norms]
+        self._parameters = [(m._parameters, name) for m in (*self._linear, *norms) for name in m._parameters]
+        if record.sinks:
+            self._parameters.append((self.attention._parameters, record.sinks))
         self._bound: BoundWeights | None = None
         self.following: NativeLayer | None = None  # the next layer; None if there is none, or if it does not compute so
         # Whether, in the last pass, the layer's input was the output of the layer before, and both got the same
@@ -144,27 +157,30 @@ class NativeLayer:
             positions: argument `position_embeddings` of the layer.
         """
         with unwatched():
-            shape = (1, hidden.shape[1], self.attention.head_dim)
             if hidden.dtype != torch.float32 or hidden.device.type != "cpu":
                 return False
-            if self.parts.rotary and self.kind.angles(positions, shape) is None:
+            if self.record.rotary and self.kind.angles(positions, (1, hidden.shape[1], self.width)) is None:
                 return False
         return not getattr(greenlet.getcurrent(), "queries_first", False) and self._unchanged and self.kind.proven()
 
     @property
     def _unchanged(self) -> bool:
         """Whether nothing watches or replaces the layer's modules."""
-        if self._act_name not in ACTS or any(self._hooks):
+        if any(self._hooks) or any(modules.get(name) is not child for modules, name, child in self._children):
             return False
         for module in self._linear:  # the class differs with records of neurons
             form = module.forms.get("weight")
-            if type(module) is not FastLinear or not (form is None or form.in_steps):
+            if type(module) not in (FastLinear, FastConv1D) or not (form is None or form.in_steps):
                 return False
-        return not any("forward" in attributes for attributes in self._attributes)
+        return all(attributes.get("forward") is own for attributes, own in self._forwards)
 
-    @property
-    def _act_name(self) -> str:
-        return type(getattr(*self.parts.act)).__name__
+    def _given(self, positions: Any, tokens: int) -> list[Tensor]:
+        """Return what projections get beside hidden states; see LayerSteps.projections."""
+        if self.record.alibi:
+            return self.kind.alibi(self.sizes.heads, self.options.scale)
+        angles = self.kind.angles(positions, (1, tokens, self.width)) if self.record.rotary else []
+        assert angles is not None
+        return angles
 
     def __call__(self, hidden: Tensor, positions: Any) -> tuple[int, Tensor]:
         """Compute the layer, and layers after it if this can be done in the same call. hidden, positions: as in
@@ -174,81 +190,114 @@ class NativeLayer:
             The number of layers, and the output of the last one, [1, tokens, hidden].
         """
         with unwatched():
-            x = hidden[0]
-            angles = self.kind.angles(positions, (1, len(x), self.attention.head_dim)) if self.parts.rotary else []
-            assert angles is not None
+            x = hidden[0].contiguous()
+            given = self._given(positions, len(x))
             if layers := self._together(len(x)):
-                return len(layers), self._layers(x, angles, layers)[None]
-            # The rows whose output is computed; None for all, as when over half of them have logits.
-            keep = this_pass().inputs.keep if self.last else None
-            if keep is not None and 2 * len(keep) > len(x):
-                keep = None
-            current = this_pass()
-            attended, current.attended = current.attended, None
-            given = None if attended is not None else self._projected(x, angles, keep)
-        if given is not None:
-            q, k, v = (y.transpose(0, 1)[None] for y in given)
-            attended, _ = attend(self.attention, q, k, v, None, **self.options)
-            del q, k, v, given
-        assert attended is not None
+                results = self._layers(x, given, layers)
+            else:
+                # The rows whose output is computed; None for all, as when over half of them have logits.
+                keep = this_pass().inputs.keep if self.last else None
+                if keep is not None and 2 * len(keep) > len(x):
+                    keep = None
+                current = this_pass()
+                attended, current.attended = current.attended, None
+                known = attended is not None and not self.record.shared
+                projected = [] if known else self._projected(x, given, keep)
+        if layers:
+            return len(layers), self._block(x, results)[None]
+        qkv, shared = [y.transpose(0, 1)[None] for y in projected[:3]], projected[3:]
+        del projected
+        if attended is None:
+            options = self.options
+            sinks = self.attention._parameters[self.record.sinks] if self.record.sinks else None
+            how = options.scale, options.window, options.softcap, sinks
+            attended, _ = attend(self.attention, qkv[0], qkv[1], qkv[2], None, *how)
+        del qkv
         with unwatched():
             attended = attended.reshape(len(x), -1)
-            if keep is None:
-                return 1, self._run("after", x, attended)[0][None]
-            out = self._empty(x.shape).zero_()
-            if len(keep):
-                out[keep] = self._run("after", x[keep], attended[keep])[0]
-            return 1, out[None]
-
-    def _projected(self, x: Tensor, angles: Sequence[Tensor], keep: Tensor | None) -> list[Tensor]:
-        """Return queries, which are 0 where they are not computed, keys and values, [rows, heads, head_dim]."""
         if keep is None:
-            return self._run("qkv", x, *angles)
-        k, v = self._run("kv", x, *angles)
-        dim = self.attention.head_dim
-        q = self._empty((len(x), self.parts.q.out_features // dim, dim)).zero_()
+            return 1, self._after(x, attended, *shared)[None]
+        with unwatched():
+            out = self._empty(x.shape).zero_()
+            some = [y[keep] for y in (x, attended, *shared)]
         if len(keep):
-            q[keep] = self._run("q", x[keep], *(y[keep] for y in angles))[0]
-        return [q, k, v]
+            out[keep] = self._after(*some)
+        return 1, out[None]
+
+    def _projected(self, x: Tensor, given: Sequence[Tensor], keep: Tensor | None) -> list[Tensor]:
+        """Return queries, which are 0 where they are not computed, keys and values, [rows, heads, dim], and what the
+        block gets if it is `shared`, [rows, hidden]."""
+        if keep is None:
+            return self._run("qkv", x, *given)
+        k, v, *shared = self._run("kv", x, *given)
+        q = self._empty((len(x), self.sizes.heads, self.sizes.dim + self.record.alibi)).zero_()
+        if len(keep):
+            some = given if self.record.alibi else [y[keep] for y in given]
+            q[keep] = self._run("q", x[keep], *some)[0]
+        return [q, k, v, *shared]
+
+    def _after(self, x: Tensor, attended: Tensor, *shared: Tensor) -> Tensor:
+        """Return the layer's output, [rows, hidden], from its input, attention's output, and the block's input if it is
+        `shared`, [rows, ...]."""
+        with unwatched():
+            if self.block is None:
+                return self._run("after", x, attended, *shared)[0]
+            results = self._run("middle", x, attended)
+        return self._block(x, [*results, *shared])
+
+    def _block(self, x: Tensor, results: Sequence[Tensor]) -> Tensor:
+        """Return the layer's output. If a module computes the block after attention, call it. results: of a call."""
+        if self.block is None:
+            return results[0]
+        summed, record = results[0], self.record
+        given = results[-1] if record.shared else x if record.parallel else summed
+        given = given if record.norms[1] is None else results[1]
+        y = self.block(given[None])
+        with unwatched():
+            y = y[0] if isinstance(y, tuple) else y
+            return self._run("end", summed, y.reshape(summed.shape))[0]
 
     def most_layers(self, rows: int) -> int:
         """Return the most layers of one call for a number of tokens."""
-        return max(1, MOST_PRODUCTS // (rows * sum(m.in_features * m.out_features for m in self._linear)))
+        if self.block is not None:
+            return 1
+        return max(1, MOST_PRODUCTS // (rows * sum(inputs * outputs for inputs, outputs in map(widths, self._linear))))
 
     def _together(self, rows: int) -> list[tuple["NativeLayer", PagedAttention]]:
         """Return the layers that one call can compute with their attention, from this one on, and their pages."""
-        given: Sequence[PagedAttention] = getattr(greenlet.getcurrent(), "paged", ())
-        dim, parts, found = self.attention.head_dim, self.parts, list[tuple[NativeLayer, PagedAttention]]()
-        sizes = parts.q.out_features // dim, parts.k.out_features // dim, dim
-        if not given or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
+        paged: Sequence[PagedAttention] = getattr(greenlet.getcurrent(), "paged", ())
+        found, sizes = list[tuple[NativeLayer, PagedAttention]](), self.sizes
+        if not paged or (paged[0].heads, paged[0].room.kv_heads) != sizes[:2]:
+            return []
+        if paged[0].room.dim < max(sizes.dim + self.record.alibi, sizes.value_dim):
             return []
         format, layer = self._bind().format, cast(NativeLayer | None, self)
-        for paged in given[: self.most_layers(rows)]:
+        for pages in paged[: self.most_layers(rows)]:
             if layer is None or (found and not (layer.joined and layer.kind is self.kind and layer._unchanged)):
                 break
-            if layer._bind().format != format or (layer.last and paged.pieces is not None):
+            if layer._bind().format != format or (layer.last and pages.pieces is not None):
                 break  # with prompts, the last layer computes some rows only
-            found.append((layer, paged))
+            found.append((layer, pages))
             layer = layer.following
         return found
 
     def _layers(
-        self, x: Tensor, angles: Sequence[Tensor], layers: Sequence[tuple["NativeLayer", PagedAttention]]
-    ) -> Tensor:
-        """Compute whole layers, which `_together` returned. Return the output of the last one, [rows, hidden]."""
-        x, paged, bound, recent = x.contiguous(), layers[0][1], self._bind(), self.kind.recent
+        self, x: Tensor, given: Sequence[Tensor], layers: Sequence[tuple["NativeLayer", PagedAttention]]
+    ) -> list[Tensor]:
+        """Compute whole layers, which `_together` returned. Return the results of the last one, [rows, ...]."""
+        paged, bound, recent = layers[0][1], self._bind(), self.kind.recent
         key = bound.format, paged.sizes
         if recent is None or recent[0] is not paged.tables or recent[1] != key:
-            call = self._call("whole", bound, (x, *angles), paged)
+            call = self._call("whole", bound, (x, *given), paged)
             self.kind.recent = recent = paged.tables, key, call
         results = [self._empty(*result) for result in recent[2].results]
         rows, source = list[list[int]](), x
-        for layer, paged in layers:
+        for layer, pages in layers:
             assert layer._bound is not None
-            rows.append(self._addresses(layer._bound, (source, *angles, *paged.tensors), results))
+            rows.append(self._addresses(layer._bound, (source, *given, *pages.tensors), results))
             source = results[0]  # a layer reads its input before it writes its output
         recent[2].run(*rows)
-        return results[0]
+        return results
 
     def _run(self, part: str, *given: Tensor) -> list[Tensor]:
         """Run a part of the layer on the tensors `given` of `_steps`. Return its results, [rows, ...]."""
@@ -294,14 +343,15 @@ class NativeLayer:
         old = self._bound
         if old and old.how == how and all(a is b for a, b in zip(parameters, old.parameters, strict=True)):
             return old
-        biases: dict[FastLinear, Tensor | None]
+        biases: dict[nn.Module, Tensor | None]
         biases = {m: None if m.bias is None else m.bias.float() for m in self._linear}
-        given = [holder[name] for holder, name in self._parameters if name == "weight"]
-        given += [bias for bias in biases.values() if bias is not None]
-        given += [norm.bias for norm in self._layer_norms if norm.bias is not None]
+        given = [m.weight for m in self._linear] + [bias for bias in biases.values() if bias is not None]
+        given += [x for holder in self._norms for x in holder.values() if x is not None]
+        if self.record.sinks:
+            given.append(self.attention._parameters[self.record.sinks])
         formats = [(m.forms.get("weight"), biases[m] is None, *item) for m, item in zip(self._linear, how, strict=True)]
-        plain = [norm.bias is None for norm in self._layer_norms]
-        key = (self._act_name, *((x.shape, x.stride(), x.dtype) for x in given), *formats, *plain)
+        plain = [x is None for holder in self._norms for x in holder.values()]
+        key = (*((x.shape, x.stride(), x.dtype) for x in given), *formats, *plain)
         number = self.kind.formats.setdefault(key, len(self.kind.formats))
         addresses = [x.data_ptr() for x in given]
         if not all(addresses):
@@ -315,75 +365,25 @@ class NativeLayer:
         """Add the steps of a part of the layer. Return their results.
 
         Args:
-            part: "after", with x and attention's output; projections, as in "qkv", with x and the angles; or "whole".
+            part: "after" or "middle", with x, attention's output and what is `shared`; "end", with the sum after
+                attention and the block's output; projections, as in "qkv", with x and what they get; or "whole".
             given: [rows, ...].
             paged: attention of "whole".
         """
-        if part == "after":
-            return [self._after(steps, bound, *given)]
-        x, *angles = given
+        adder = LayerSteps(self.record, self.module, bound.biases, self.sizes, steps)
+        x, *others = given
+        if part in ("after", "end"):
+            return [getattr(adder, part)(x, *others)]
+        if part == "middle":
+            return adder.middle(x, *others)
         if paged is None:
-            return self._projections(part, steps, bound, x, angles)
-        q, k, v = self._projections("qkv", steps, bound, x, angles)
-        attended = steps.append_and_attend(q, k, v, paged, self.options["scaling"], self.options["softcap"])
-        return [self._after(steps, bound, x, attended.flatten(1)), q, k, v, attended]
-
-    def _projections(
-        self, which: str, steps: Steps, bound: BoundWeights, x: Tensor, angles: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return queries, keys and values, [rows, heads, head_dim], or some of these."""
-        parts, dim = self.parts, self.attention.head_dim
-        results = {name: steps.new((len(x), getattr(parts, name).out_features // dim, dim)) for name in which}
-        norms = {name: norm for name, norm in (("q", parts.q_norm), ("k", parts.k_norm)) if norm is not None}
-        for rows in steps.parts(len(x), PART):
-            normed, made = _norm(steps, x[rows], parts.before), dict[str, Tensor]()
-            outs = {name: y[rows] for name, y in results.items()}
-            for name, out in outs.items():
-                follows = name != "v" and bool(angles or norms)  # then the product is not the result yet
-                to = None if follows else out.flatten(1)
-                made[name] = _product(steps, bound, normed, getattr(parts, name), beside=bool(made), out=to)
-            heads = which.removesuffix("v")
-            for name in heads if norms else "":
-                to = None if angles else outs[name].flatten(0, 1)
-                made[name] = _norm(steps, made[name].view(-1, dim), norms[name], beside=name != heads[0], out=to)
-            for name in heads if angles else "":
-                cos, sin = (y[rows] for y in angles)
-                steps.rotate(made[name].view(outs[name].shape), cos, sin, beside=name != heads[0], out=outs[name])
-        return list(results.values())
-
-    def _after(self, steps: Steps, bound: BoundWeights, x: Tensor, attended: Tensor) -> Tensor:
-        parts, act, result = self.parts, ACTS[self._act_name], steps.new(x.shape)
-        for rows in steps.parts(len(x), PART):
-            middle = _product(steps, bound, attended[rows], parts.out, residual=x[rows])
-            normed = _norm(steps, middle, parts.after)
-            first = _product(steps, bound, normed, parts.gate or parts.up)
-            up = None if parts.gate is None else _product(steps, bound, normed, parts.up, beside=True)
-            inner = steps.gate(first, up, act)
-            _product(steps, bound, inner, parts.down, residual=middle, out=result[rows])
-        return result
-
-
-def _product(
-    steps: Steps,
-    bound: BoundWeights,
-    x: Tensor,
-    module: FastLinear,
-    residual: Tensor | None = None,
-    beside: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    weight, bias = module.weight, bound.biases[module]
-    form: Any = module.forms.get("weight")
-    if form is not None:
-        return steps.product(x, weight, form, bias, module.product.compute, residual, beside, out)
-    return steps.linear(x, weight, bias, module.product.rounding(weight), residual, beside, module.packed, out)
-
-
-def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False, out: Tensor | None = None) -> Tensor:
-    if isinstance(module, nn.LayerNorm):
-        return steps.norm(x, module.weight, module.eps, beside=beside, bias=module.bias, centred=True, out=out)
-    eps, shift = module.rms
-    return steps.norm(x, module.weight, getattr(module, eps), shift, beside, out=out)
+            return adder.projections(part, x, others)
+        own = {self.sizes.dim + self.record.alibi, self.sizes.value_dim}
+        q, k, v, *shared = adder.projections("qkv", x, others, None if own == {paged.room.dim} else paged.room.dim)
+        sinks = self.attention._parameters[self.record.sinks] if self.record.sinks else None
+        attended = adder.attended(q, k, v, paged, self.options._replace(sinks=sinks))
+        results = adder.middle(x, attended) if self.block is not None else [adder.after(x, attended, *shared)]
+        return [*results, q, k, v, attended, *shared]
 
 
 def release(model: Any) -> None:

@@ -53,7 +53,7 @@ def report(
     """
     words = worker_words(model, hardware, workload, prediction) if alone else []
     parts = [
-        [f"{model_name} on {machine(hardware, model)}", job_size(workload)],
+        [f"{model_name} on {machine(hardware, model)}", job_size(workload), *model.as_modules],
         [*policy_words(prediction.policy), *topk_words(model, prediction)],
         placement(model, workload, prediction, hardware.shared),
         [*memory(prediction, hardware, verbose), *neuron_words(model, prediction)],

@@ -1,0 +1,178 @@
+"""Records of layers, read from runs of small ones: what they say, and the tokens of layers that follow them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.bert.configuration_bert import BertConfig
+from transformers.models.bert.modeling_bert import BertIntermediate
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from flexengine import Engine, SamplingParams
+from flexengine.model.build import build
+from flexengine.model.forward import pausing_layers
+from flexengine.model.native.describe import RotaryRecord, norm_of, part, rotated
+from flexengine.model.native.layer import NativeLayer
+from tests.helpers.families import NEW
+from tests.helpers.native_layers import arguments, changed, opened, ran
+
+# By family, the text of the record of its first layer.
+RECORDS = {
+    "llama": "rotary halves, silu gated",
+    "qwen3": "rotary halves, silu gated, head norms",
+    "opt": "relu",
+    "opt-350m": "relu, norms of sums",
+    "gemma2": "rotary halves, gelu_tanh gated, post norms",
+    "gemma3": "rotary halves, gelu_tanh gated, head norms, post norms",
+    "granite": "rotary halves, silu gated, factors",
+    "gpt2": "joined projections, gelu_tanh",
+    "bloom": "projections joined by head, ALiBi, gelu_tanh",
+    "phi3": "joined projections, rotary halves, silu gated",
+    "cohere": "rotary pairs, silu gated, parallel",
+    "gpt-neox": "projections joined by head, rotary halves, gelu, parallel",
+    "starcoder2": "rotary halves, gelu_tanh",
+    "glm4": "rotary pairs, silu gated, post norms",
+    "olmo2": "rotary halves, silu gated, head norms, post norms",
+    "mixtral": "rotary halves, experts as modules",
+    "qwen3-moe": "rotary halves, experts as modules, head norms",
+    "gpt-oss": "rotary halves, experts as modules, sinks",
+}
+
+
+@pytest.fixture(autouse=True)
+def seed(two_threads: None) -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("family", RECORDS)
+def test_what_a_layer_computes_is_read_from_a_small_one(families: Any, family: str) -> None:
+    skeleton = build(families(family).directory, torch.float32)
+    layers = pausing_layers(skeleton.model)
+    assert skeleton.as_modules == {}
+    assert layers[0].native.record.text == RECORDS[family]
+    assert all(layer.native.kind.proven() for layer in layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", RECORDS)
+def test_tokens_of_native_layers(families: Any, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """They are those of transformers, and no layer's modules are called."""
+    made, calls, call = families(family), list[int](), NativeLayer.__call__
+
+    def counted(self: NativeLayer, *args: Any) -> Any:
+        count, out = call(self, *args)
+        calls.append(count)
+        return count, out
+
+    monkeypatch.setattr(NativeLayer, "__call__", counted)
+    with Engine(made.directory, device="cpu", device_mem="256M") as engine:
+        modules = [layer.layer for layer in pausing_layers(engine.core.skeleton.model)]
+        for module in modules:
+            monkeypatch.setattr(module, "forward", None, raising=False)
+        results = engine.generate(made.rows, SamplingParams(max_tokens=NEW, ignore_eos=True))
+    assert [result.error for result in results] == [None] * len(results)
+    assert [list(result.token_ids) for result in results] == made.expected
+    assert sum(calls) % len(modules) == 0 < sum(calls)
+
+
+@pytest.mark.parametrize("family", ["bloom", "granite", "olmo2", "gpt-neox", "glm4"])
+def test_products_in_bf16(families: Any, family: str) -> None:
+    """Norms of modules may differ in their last bits, which rounding to bf16 makes larger."""
+    skeleton, layers = opened(families(family).directory)
+    for slot in (slot for layer in skeleton.layers for slot in layer.values() if slot.linear):
+        slot.bind(nn.Parameter(slot.holder[slot.name].bfloat16(), requires_grad=False))
+    hidden, positions = arguments(skeleton)
+    exact = ran(layers[0], hidden, positions)
+    skeleton.product.compute = "bf16"
+    assert layers[0].native.usable(hidden, positions)
+    ours, theirs = ran(layers[0], hidden, positions), ran(layers[0], hidden, positions, native=False)
+    for one, other, plain in zip(ours, theirs, exact, strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-2
+        assert not torch.equal(one, plain)
+
+
+@pytest.mark.parametrize(
+    ("module", "shift", "centred"),
+    [(LlamaRMSNorm(24), 0.0, False), (Gemma2RMSNorm(24), 1.0, False), (nn.LayerNorm(24), 0.0, True),
+     (CohereLayerNorm((3, 24)), 0.0, True), (nn.LayerNorm(16, elementwise_affine=False), 0.0, True)],
+)  # fmt: skip
+def test_norms_are_known_by_their_numbers(module: Any, shift: float, centred: bool) -> None:
+    for parameter in module.parameters():
+        parameter.data.normal_()
+    record = norm_of(module.requires_grad_(False), "path")
+    assert record is not None
+    assert (record.path, record.shift, record.centred) == ("path", shift, centred)
+    assert record.eps == (module.eps if hasattr(module, "eps") else module.variance_epsilon)
+
+
+def test_other_modules_are_no_norms() -> None:
+    class Cubed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x * (x.abs().pow(3).mean(-1, keepdim=True) + self.eps).pow(-1 / 3)
+
+    for module in (Cubed(), nn.SiLU(), nn.Linear(8, 8), nn.Dropout(), BertIntermediate(BertConfig())):
+        assert norm_of(module.requires_grad_(False)) is None
+
+
+def test_rotary_positions_by_their_formula() -> None:
+    """As products of complex numbers: pairs are neighbours, or elements of the two halves."""
+    x, angles = torch.randn(3, 2, 10), torch.rand(3, 4) * 6
+    turned = torch.polar(torch.ones(3, 1, 4), angles[:, None])
+    near = torch.view_as_real(torch.view_as_complex(x[..., :8].unflatten(-1, (4, 2)).contiguous()) * turned).flatten(-2)
+    halves = torch.complex(x[..., :4], x[..., 4:8]) * turned
+    far = torch.cat((halves.real, halves.imag), -1)
+    for pairs, expected in ((True, near), (False, far)):
+        given = {"pair": torch.cat((angles, angles), 1), "half": angles, "each": angles.repeat_interleave(2, 1)}
+        given["each"] = given["each"] if pairs else torch.cat((angles, angles), 1)
+        for name, angle in given.items():
+            if (name == "pair") != pairs and name != "each":
+                continue
+            y = rotated(RotaryRecord(pairs, name), x, angle.cos(), angle.sin())
+            assert y is not None
+            torch.testing.assert_close(y, torch.cat((expected, x[..., 8:]), -1))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_factors_are_those_of_the_layer_not_of_the_small_one(families: Any, tmp_path: Path, heads: int) -> None:
+    """OPT multiplies queries by a number that depends on the size of heads."""
+    model = changed(families("opt").directory, tmp_path / "m", "OPT", num_attention_heads=heads)
+    skeleton, layers = opened(model)
+    assert {layer.native.record.factor for layer in layers} == {(64 / heads) ** -0.5}
+    hidden, positions = arguments(skeleton)
+    assert layers[0].native.usable(hidden, positions)
+    outputs = []
+    for native in (layers[0].native, None):
+        layers[0].native = native
+        outputs.append(ran(layers[0], hidden, positions))
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_joined_projections() -> None:
+    y = torch.arange(2 * 24).view(2, 24)
+    assert part(y, "blocks", "k", (4, 2, 3)).tolist() == [[[12, 13, 14], [15, 16, 17]], [[36, 37, 38], [39, 40, 41]]]
+    assert part(y, "heads", "v", (2, 2, 4)).tolist() == [
+        [[8, 9, 10, 11], [20, 21, 22, 23]],
+        [[32, 33, 34, 35], [44, 45, 46, 47]],
+    ]
+    assert part(y, "", "q", (3, 1, 8)).shape == (2, 3, 8)
+
+
+def test_layers_that_records_cannot_say_run_their_modules_and_tell_why(tmp_path: Path) -> None:
+    """GPT-J's layers get no cosines and sines; they compute these themselves."""
+    from transformers import AutoModelForCausalLM, GPTJConfig
+
+    config = GPTJConfig(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    skeleton = build(tmp_path, torch.float32)
+    assert {layer.native for layer in pausing_layers(skeleton.model)} == {None}
+    assert sorted(skeleton.as_modules) == [0, 1]
+    assert all("projection" in reason or "fails alone" in reason for reason in skeleton.as_modules.values())
