@@ -73,7 +73,8 @@ def ran(
         while not current.dead:
             if isinstance(event, Attend):
                 events.append(event)
-                answer = torch.sin(torch.arange(event.q.numel())).view(1, event.q.shape[2], event.q.shape[1], -1)
+                shape = 1, event.q.shape[2], event.q.shape[1], event.v.shape[-1]
+                answer = torch.sin(torch.arange(torch.Size(shape).numel())).view(shape)
             event = current.switch(answer)
     finally:
         layer.native = kept

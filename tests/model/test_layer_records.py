@@ -76,7 +76,7 @@ def test_tokens_of_native_layers(families: Any, monkeypatch: pytest.MonkeyPatch,
         results = engine.generate(made.rows, SamplingParams(max_tokens=NEW, ignore_eos=True))
     assert [result.error for result in results] == [None] * len(results)
     assert [list(result.token_ids) for result in results] == made.expected
-    assert sum(calls) % len(modules) == 0 < sum(calls)
+    assert sum(calls) >= len(modules)
 
 
 @pytest.mark.parametrize("family", ["bloom", "granite", "olmo2", "gpt-neox", "glm4"])

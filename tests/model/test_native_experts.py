@@ -51,7 +51,7 @@ def made(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple
     config = SimpleNamespace(**SIZES | options, _experts_implementation="eager")
     module = resolve_name(f"transformers.models.{name}")(config)
     for p in module.parameters():
-        p.data = (torch.randn(p.shape) / p.shape[-1] ** 0.5).to(dtype)
+        p.data = (torch.randn(p.shape) / p.shape[-1] ** 0.5).to(dtype if p.dim() == 3 else torch.float32)
     own = copy.deepcopy(module).double()
     module.config = SimpleNamespace(_experts_implementation=experts.EXPERTS)
     use_product(nn.ModuleList([module]), Product(torch.float32))

@@ -15,6 +15,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.replicas.worker import TurnsWorker
 from flexengine.kernels import recycled
+from flexengine.model import build
 from flexengine.model.linear import FastLinear
 from flexengine.schedule.tasks import Op, Task
 from tests.helpers.attention_workers import ThreadWorker
@@ -107,6 +108,7 @@ def test_no_projection_is_computed_twice(families: Any, monkeypatch: pytest.Monk
         return forward(self, x)
 
     monkeypatch.setattr(FastLinear, "forward", counted)
+    monkeypatch.setattr(build, "use_native_layers", lambda *_: {})
     fields, found = dict(gpu_batch_size=3, num_gpu_batches=3, cache=ALL), list[Counter[str]]()
     for engines, order in ((1, "fixed"), (2, "rotational")):
         calls.clear()
