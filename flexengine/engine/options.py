@@ -156,11 +156,13 @@ class MachineOptions:
         device, host = (None if size is None else parse_size(size, option) for option, size in sizes)
         sharing = self.sharing or max(processes, self.engines)
         try:
-            return make_machine(self.device, device, host, self.directories, self.links, sharing, processes, started)
+            made = make_machine(self.device, device, host, self.directories, self.links, sharing, processes, started)
         except BaseException:
             for worker in started:
                 worker.close()
             raise
+        made.capacity = replace(made.capacity, turns=self.engines)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

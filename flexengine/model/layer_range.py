@@ -54,6 +54,8 @@ def skippable(skeleton: Skeleton) -> None:
     with library_faults(failed, UnsupportedModel), marked(ATTENTION), torch.enable_grad():
         note_outputs(skeleton)
         refuse_leaks(skeleton)
+        for first in (0, 1):  # each layer after one that is skipped
+            deque(skeleton.trial(range(first, len(skeleton.layers), 2)), 0)
 
 
 def note_outputs(skeleton: Skeleton) -> None:

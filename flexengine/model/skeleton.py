@@ -1,6 +1,6 @@
 """A model without weights: its modules on the meta device, divided into units (build.py makes one)."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -167,14 +167,15 @@ class Skeleton:
                 own = {slot.name: forms[name].packed} if name in forms else {}
                 slot.module.forms = {**others, **own}  # type: ignore[assignment]
 
-    def trial(self) -> Iterator[Pause]:
-        """Run two packed tokens on the meta device. Yield each pause, and the logits."""
+    def trial(self, skipped: Collection[int] = ()) -> Iterator[Pause]:
+        """Run two packed tokens on the meta device. Yield each pause, and the logits. skipped: layers to skip."""
         ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         forward, answer = Forward(self.model, Inputs(ids, ids, ids[0]), self.invariance), None
         try:
             while not isinstance(event := forward.resume(answer), Logits):
                 yield event
-                answer = self.trial_answer(event)
+                skips = isinstance(event, Layer) and event.index in skipped
+                answer = None if skips else self.trial_answer(event)
             yield event
         finally:
             forward.end()

@@ -156,8 +156,7 @@ class ChainSearch:
 
     def blocks(self, ranges: Sequence[Range]) -> list[Policy]:
         """Return the policies that are best for one of the stages alone, of stages alike only once."""
-        count = len(self.model.layers)
-        kinds = {(self._alike[k], a == 0, b == count, b - a): k for k, (a, b) in enumerate(ranges)}
+        kinds = {self._kind(rank, layers): rank for rank, layers in enumerate(ranges)}
         found = dict[Policy, None]()
         for rank in kinds.values():
             with suppress(OutOfMemory):
@@ -197,16 +196,19 @@ class ChainSearch:
 
     def placed(self, policy: Policy, rank: int, layers: Range) -> Prediction | None:
         """Return the prediction of a stage with its weights where they are best; None if the block does not fit."""
-        cost = self.cost(rank, layers)
-        model, first = cost.model, layers[0] == 0
-        kept = tuple(tuple(t.held_bytes for t in layer) for layer in model.layers)
-        key = policy, self._alike[rank], first, model.leaves, kept, model.windows, model.blocks
+        cost, key = self.cost(rank, layers), (policy, *self._kind(rank, layers))
         if key not in self._placed:
             tick()
             self._placed[key] = None
             with suppress(OutOfMemory):
                 self._placed[key] = place_weights(cost, policy, cost.hardware.capacity)
         return self._placed[key]
+
+    def _kind(self, rank: int, layers: Range) -> tuple[object, ...]:
+        """Return a key that is equal for stages that are planned alike."""
+        model = self.cost(rank, layers).model
+        kept = tuple(tuple(t.held_bytes for t in layer) for layer in model.layers)
+        return self._alike[rank], layers[0] == 0, model.leaves, kept, model.windows, model.blocks
 
     def cost(self, rank: int, layers: Range) -> Cost:
         """Return the cost model of a stage."""

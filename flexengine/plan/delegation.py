@@ -33,7 +33,7 @@ from flexengine.plan.terms import (
     routes,
 )
 from flexengine.plan.workload import Workload
-from flexengine.policy import HEADS, REQUESTS, ROTATIONAL, TOKENS, Policy, shares
+from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy, shares
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes
 
@@ -58,8 +58,8 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
     policy, rows = layout.policy, delegated(layout.policy, layout.places)
     # A token that waits has q, k, v with and without rotation, and the residual with its norm and casts.
     # If hidden states leave the device, the output of the embedding is kept while the first layer waits. If engines
-    # rotate, hidden states of a slice that another engine computes next, or has computed, are beside those of the pass.
-    more = (policy.activations[0] < 1) + (policy.order == ROTATIONAL)
+    # take turns, hidden states of a slice that another engine computes next, or has computed, are beside the pass.
+    more = (policy.activations[0] < 1) + (capacity.turns > 1)
     token = 3 * model.sent + (4 + more) * model.hidden * model.itemsize
     layout.book("device", "paused forwards", aligned(min(policy.block_size, sum(rows.values())) * token))
     if policy.works and not workers_of(rows):

@@ -113,6 +113,7 @@ class ModelFacts:
     centred: bool = False  # whether mean keys are stored apart from the keys
     topk: float | None = None  # share of the past values that attention reads, None for all
     scratch: int = 0  # bytes of scratch memory of prompt attention, without arguments and result
+    drawing: int = 0  # threads that draw tokens, each with scratch memory; 0 on a GPU
     kv_form: str = ""  # name of the format of K and V, "" for the compute dtype
     gpu: bool = False  # whether a GPU computes
     leaves: bool = False  # whether hidden states leave to layers after the range, so that there is no head

@@ -120,6 +120,7 @@ class Capacity:
     workers: tuple[int | None, ...] = ()  # bytes of each attention worker, in order
     filed: int = 0  # how many of the workers, the last ones, hold pages in a file
     engines: int = 1  # engines that share the workers; `workers` has the part of one
+    turns: int = 1  # engines that compute slices in turn; the capacity is that of one
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -332,7 +333,7 @@ class Hardware:
     @cached_property
     def capacity(self) -> Capacity:
         return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, self.shared, not self.shared,
-                        self.more_disks, self.workers, self.filed)  # fmt: skip
+                        self.more_disks, self.workers, self.filed, turns=self.engines)  # fmt: skip
 
     def with_capacity(self, capacity: Capacity) -> "Hardware":
         """Return the same rates with these capacities. The machine has rates for all places of the capacity."""

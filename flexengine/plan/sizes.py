@@ -31,6 +31,7 @@ DELEGATION, DESKS = "delegation buffers", "buffers of attention workers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
 HUGE = 2 << 20  # bytes of a huge page
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
+DRAWN = 25  # bytes of scratch per token of the vocabulary and thread, at most, as in kernels/sampling.cpp
 # Memory that kernels and libraries take on a GPU beside activations.
 SCRATCH = 64 << 20  # bytes of a kernel's scratch memory, as in kernels/cuda.py
 GATHERED = 32  # bytes of scratch per element of K and V in plain torch attention, as in kernels/cuda.py
@@ -107,7 +108,7 @@ def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
 
 def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """Return the peak bytes of computing one gpu_batch: activations, two sets of logits (three if tokens are scored),
-    and scratch of kernels.
+    and scratch of kernels: of attention, or of drawing tokens.
 
     Activations per token: a gated FFN has gate, up and their product of `width` elements each, the residual, its norm
     and casts. Attention has q, k, v with and without rotation.
@@ -119,7 +120,9 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     if workload.scored is not None:
         rows = SCORED_ROWS if workload.scored else min(SCORED_ROWS, policy.gpu_batch_size, workload.count)
         logits = max(logits, 3 * model.logits * rows)
-    return aligned(tokens * moment * model.itemsize + logits + model.scratch)
+    threads = min(model.drawing, policy.gpu_batch_size, workload.count or 1)
+    drawn = 0 if model.leaves else threads * aligned(DRAWN * model.vocabulary + ALIGN)
+    return aligned(tokens * moment * model.itemsize + logits + max(model.scratch, drawn))
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:

@@ -190,6 +190,7 @@ class OpenModel:
             topk=lossy.sparse_attention,
             # Calls of whole layers keep theirs (`Cache.paged`) beside those of attention.
             scratch=scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim) * (2 if self.cpu else 1),
+            drawing=torch.get_num_threads() if self.cpu else 0,
             gpu=not self.cpu,
             **sizes,
         )

@@ -92,6 +92,6 @@ def test_more_memory_than_is_free_is_refused(capsys: pytest.CaptureFixture[str])
     total = torch.cuda.mem_get_info()[1]
     words = ["serve-attention", "127.0.0.1:29600", "--device", "cuda", "--worker-mem", str(total)]
     assert main(words) == 2
-    assert "are free, and kernels need 269 MB beside it; give at most" in capsys.readouterr().err
+    assert "are free, and the worker needs 269 MB beside it; give at most" in capsys.readouterr().err
     assert main([*words[:3], f"cuda:{torch.cuda.device_count()}", *words[4:]]) == 2
     assert "but torch sees" in capsys.readouterr().err

@@ -1,16 +1,22 @@
 """Tokens of the native kernel and of plain torch are those of a full sort of every row, in numpy."""
 
+import ctypes
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from flexengine.kernels import load
+from flexengine.kernels import load, structs
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.sampling import Chosen, Edits, RowOptions, choose_tokens, plain_choice
+from flexengine.plan.sizes import workspace
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+from tests.helpers.plans import opt
 
 INF = math.inf
 
@@ -130,6 +136,21 @@ def test_weights_are_as_exact_as_fp64() -> None:
                 continue  # the second token is less than the rounding
             [native, _] = both(torch.tensor([[0.0, -gap]]), [NEUTRAL | {"point": point}], none_of(1))
             assert native.tokens.tolist() == [token], gap
+
+
+@pytest.mark.parametrize("words", [1, 129, 50_001, 262_144])
+def test_scratch_memory_is_booked(words: int) -> None:
+    """That of each thread, for at most as many threads as rows. A stage without the head draws no tokens."""
+    kernels, policy, work = load(), Policy(8, prefill_tokens=8), Workload({(8, 2): 3})
+    assert isinstance(kernels, NativeKernels)
+    taken = structs.bound(kernels.library, "sampling_bytes", ctypes.c_int64, (ctypes.c_int64,))(words)
+    model = replace(opt(1, 64, 2, words), scratch=0)
+    plain = workspace(model, policy, work)
+    for threads, used in ((1, 1), (2, 2), (64, 3)):
+        booked = workspace(replace(model, drawing=threads), policy, work) - plain
+        assert used * taken <= booked <= used * 1.1 * (taken + 8192)
+    last = replace(model, leaves=True)
+    assert workspace(replace(last, drawing=4), policy, work) == workspace(last, policy, work)
 
 
 def test_other_rows_and_threads_change_nothing() -> None:

@@ -48,6 +48,21 @@ def test_unlike_stages_are_told_apart() -> None:
         assert seconds[place] > 1.5 * seconds[3 - place]
 
 
+def test_stages_with_other_layers_search_blocks_of_their_own() -> None:
+    """Alike machines, with as many layers, of which some are encoded."""
+    mixed = tuple(
+        tuple(replace(t, encoded=t.elements // 2, form="int4") if t.matrix else t for t in layer)
+        if 3 <= j < 6
+        else layer
+        for j, layer in enumerate(MODEL.layers)
+    )
+    ranges = [(0, 3), (3, 6), (6, 9), (9, 12)]
+    search = ChainSearch(replace(MODEL, layers=mixed), [SMALL] * 4, Workload({(64, 16): 512}))
+    own = [search.block(rank, ranges) for rank in range(4)]
+    assert own[1] not in (own[0], *own[2:])
+    assert set(search.blocks(ranges)) == set(own)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_no_other_layers_are_faster(name: str) -> None:

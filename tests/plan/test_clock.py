@@ -80,7 +80,7 @@ def test_other_schedules_and_ragged_rows(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("delegate", ["none", "host"])
-def test_pages_wait_while_prompts_are_computed(delegate: bool) -> None:
+def test_pages_wait_while_prompts_are_computed(delegate: str) -> None:
     """Rows enter in gpu_batches while others decode, whose pages cross a link as slow as computing. Few are loaded
     beside a prompt; attention on the host goes on beside it."""
     model = opt(3, 7168, 56)

@@ -156,6 +156,14 @@ def test_a_strategy_with_bits_of_layers_runs(families: Any, tmp_path: Path, caps
         (["--theta", "-1"], "--theta is -1"),
         (["--indicator", "variance"], "--indicator variance says which numbers of --harm count; give --harm, too"),
         (["--theta", "2", "--allow", "int8-cache"], "--allow int8-cache has no effect with --theta"),
+        (
+            ["--theta", "2", "--weights", "int4"],
+            "--theta chooses formats of layers, but --weights is int4, which fixes",
+        ),
+        (
+            ["--harm", "h.json", "--layer-bits", "b.json"],
+            "--harm chooses formats of layers, but --layer-bits is b.json",
+        ),
         (["--group", "2"], "--group is for a plan with --cluster"),
         (["--allow", "tokens-partition"], "--allow tokens-partition divides attention among attention workers"),
     ],

@@ -102,3 +102,11 @@ def test_shares_of_the_slices() -> None:
         assert sum(shares) == pytest.approx(1)
         assert all(share == pytest.approx(1 / engines, abs=2 / layers) for share in shares)
     assert engine_shares(2, layers, "fixed", 3)[1] == pytest.approx(1 / 3, abs=1 / layers)
+
+
+@pytest.mark.parametrize("order", ["fixed", "rotational"])
+def test_hidden_states_that_move_between_engines_are_booked(order: str) -> None:
+    """Beside the pass, in both orders."""
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=4, cache={"workers": 1}, order=order)
+    one, two = (lay_out(FACTS, policy, WORK, machine(n).capacity).account["device"]["paused forwards"] for n in (1, 2))
+    assert two - one == 32 * FACTS.hidden * FACTS.itemsize

@@ -54,9 +54,10 @@ class PageDevice:
         """Return what an engine's `identity` must be or begin with."""
         return identity()
 
-    def check(self, memory: int) -> None:
-        """Raise InvalidInput if fewer bytes are free than a worker is to have."""
-        if memory > (free := psutil.virtual_memory().available):
+    def check(self, memory: int, beside: int = 0) -> None:
+        """Raise InvalidInput if fewer bytes are free than a worker is to have. memory: bytes that were given. beside:
+        bytes that the worker needs beside them."""
+        if memory + beside > (free := psutil.virtual_memory().available):
             remedy = "give less, or hold the KV cache in a file with --worker-file"
             room = f"{size_within(free, up=False)} of RAM are free"
             raise InvalidInput(f"--worker-mem is {size_within(memory)}, but {room}; {remedy}")
@@ -152,14 +153,14 @@ class CudaDevice(StagedDevice):
     def identity(self) -> str:
         return f"flexengine {__version__}"  # its kernels are not those of the engine's processor
 
-    def check(self, memory: int) -> None:
-        free, total = self._cuda.memory()
-        if memory + SCRATCH > free:
-            most = max(0, free - SCRATCH)
+    def check(self, memory: int, beside: int = 0) -> None:
+        (free, total), beside = self._cuda.memory(), beside + SCRATCH
+        if memory + beside > free:
+            most = max(0, free - beside)
             raise InvalidInput(
                 f"--worker-mem is {size_within(memory)}, but of {size_within(total, up=False)} of {self.name},"
-                f" {size_within(free, up=False)} are free, and kernels need {size_within(SCRATCH)} beside it; give at"
-                f" most {size_within(most, up=False)}, or another GPU"
+                f" {size_within(free, up=False)} are free, and the worker needs {size_within(beside)} beside it; give"
+                f" at most {size_within(most, up=False)}, or another GPU"
             )
 
     def begin_thread(self) -> None:
@@ -196,9 +197,9 @@ def environment_of(device: str, threads: int) -> dict[str, str]:
     return variables
 
 
-def open_device(name: str, memory: int) -> PageDevice:
+def open_device(name: str, memory: int, beside: int = 0) -> PageDevice:
     """Return the device of a worker, measured. Raise InvalidInput if there is none of this name, or it has fewer bytes
-    free than the worker is to have. memory: bytes for pages, page tables and questions."""
+    free than the worker is to have. memory, beside: as in `PageDevice.check`."""
     if not DEVICE_NAME.fullmatch(name):
         raise InvalidInput(f"--device is {shown(name)}; it must be {NAMES}")
     kind, _, number = name.partition(":")
@@ -206,7 +207,7 @@ def open_device(name: str, memory: int) -> PageDevice:
         device: PageDevice = CudaDevice(int(number or 0))
     else:
         device = StagedDevice() if name == "sim" else PageDevice()
-    device.check(memory)
+    device.check(memory, beside)
     if isinstance(device, StagedDevice):
         device.measure(memory)
     return device

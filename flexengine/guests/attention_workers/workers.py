@@ -362,7 +362,7 @@ def serve_engine(fd: int, memory: int, device: str = "cpu", path: str | None = N
     """Serve the engine at the other end of an open socket, and those that connect to a Unix socket, until the first one
     ends. Return the exit code. device: as in `open_device`."""
     try:
-        pool = WorkerPool(memory, device=None if device == "cpu" else open_device(device, memory + RECORDS))
+        pool = WorkerPool(memory, device=None if device == "cpu" else open_device(device, memory, RECORDS))
     except InvalidInput as error:
         print(error, file=sys.stderr)
         return 2

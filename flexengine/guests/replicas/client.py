@@ -2,13 +2,15 @@
 
 import os
 import socket
+from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from torch import Tensor
 
 from flexengine.activity import activity
-from flexengine.config import parse_size
+from flexengine.config import parse_size, started_workers
 from flexengine.engine.options import EngineOptions, MachineOptions
 from flexengine.errors import FlexError, InvalidInput, StageLost
 from flexengine.guests.replicas.messages import (
@@ -27,6 +29,7 @@ from flexengine.guests.wire.processes import INTERRUPTS, ChildProcess
 from flexengine.lossy import Lossy
 from flexengine.plan.layout import Layout
 from flexengine.policy import Policy
+from flexengine.tier.machine import resolved
 
 
 class SliceAnswer(NamedTuple):
@@ -44,7 +47,7 @@ class Replica:
     def __init__(self, number: int, engines: int, threads: int) -> None:
         """Start the process. number: of the engine, 1 or more. threads: of its OpenMP."""
         self.number, self.engines = number, engines
-        self.requested = self.received = 0  # number of slices
+        self.owed = deque[ReplicaKind]()  # kinds of the answers that are due and were not read, first one first
         self.connection = Connection(self._start(threads))
         self.connection.allow_silence()
 
@@ -67,14 +70,21 @@ class Replica:
             raise self._lost(error) from error
 
     def _lost(self, error: Broken) -> StageLost:
+        self.connection.close()
+        self.owed.clear()
         return StageLost(self.number, self.engines, "replica", f"{error} ({self._end() or 'no message'})")
 
     def _end(self) -> str:
         """Wait for the process. Return its last messages."""
         return self.process.end()
 
-    def receive(self, kind: ReplicaKind) -> Tensor:
-        """Wait for an answer of a kind. Return its body.
+    def ask(self, kind: ReplicaKind, *parts: Tensor) -> None:
+        """Send a message that has an answer. Raise StageLost if the process has ended."""
+        self.send(kind, *parts)
+        self.owed.append(ReplicaKind.RESULT if kind == ReplicaKind.SLICE else ReplicaKind.DONE)
+
+    def receive(self) -> Tensor:
+        """Wait for the first answer that is due. Return its body.
 
         Raises:
             FlexError: the error that the replica has met, or StageLost.
@@ -82,6 +92,7 @@ class Replica:
         try:
             message = self.connection.receive()
             body = self.connection.take()
+            kind = self.owed.popleft()  # not before: what was interrupted while it waited is still due
             if message.kind == ReplicaKind.FAILED:
                 raise error_of(f"engine {self.number}", unpacked_tensors(body, dict)[0])
             if message.kind != kind:
@@ -89,6 +100,18 @@ class Replica:
         except Broken as error:
             raise self._lost(error) from error
         return body
+
+    def result(self, batch: int, number: int) -> SliceAnswer:
+        """Wait for a slice of a gpu_batch. Raise as `receive` does."""
+        body = self.receive()
+        try:
+            result, tensors = unpacked_tensors(body, SliceResult)
+            if (result.batch, result.number) != (batch, number) or len(tensors) < 3:
+                found = f"slice {result.number} of gpu_batch {result.batch} with {len(tensors)} tensors"
+                raise Broken(f"{found} came where slice {number} of gpu_batch {batch} was due")
+            return SliceAnswer(result, tensors)
+        except Broken as error:
+            raise self._lost(error) from error
 
     def close(self) -> None:
         """End the process."""
@@ -122,11 +145,11 @@ class Replicas:
     def _ask(self, kind: ReplicaKind, *parts: Tensor) -> None:
         """Send a message to all, and wait for their answers. Raise the first error."""
         for each in self.members:
-            each.send(kind, *parts)
+            each.ask(kind, *parts)
         errors = list[FlexError]()
         for each in self.members:
             try:
-                each.receive(ReplicaKind.DONE)
+                each.receive()
             except FlexError as error:
                 errors.append(error)
         if errors:
@@ -149,12 +172,11 @@ class Replicas:
             self._loaded = lossy, policy
 
     def drain(self) -> None:
-        """Receive the answers of a sweep that broke off."""
+        """Receive the answers of a sweep, or of a load, that broke off."""
         for each in self.members:
-            while each.received < each.requested:
-                each.received += 1
+            while each.owed:
                 with suppress(FlexError):
-                    each.receive(ReplicaKind.RESULT)
+                    each.receive()
 
     def begin(self) -> None:
         """Begin a sweep. No task of an earlier one is left."""
@@ -169,18 +191,17 @@ class Replicas:
 
     def request(self, engine: int, given: SliceInput, attended: Tensor) -> None:
         """Let an engine compute a slice. attended: attention before it, [1, tokens, heads, value_dim]."""
-        member = self.members[engine - 1]
-        member.send(ReplicaKind.SLICE, *packed_tensors(given, (attended,)))
-        member.requested += 1
+        self.members[engine - 1].ask(ReplicaKind.SLICE, *packed_tensors(given, (attended,)))
 
-    def answer(self, engine: int) -> SliceAnswer:
-        """Wait for the first slice that was requested from an engine and not answered yet."""
-        member = self.members[engine - 1]
-        member.received += 1
-        return SliceAnswer(*unpacked_tensors(member.receive(ReplicaKind.RESULT), SliceResult))
+    def answer(self, engine: int, batch: int, number: int) -> SliceAnswer:
+        """Wait for the first slice that was requested from an engine and not answered yet: of this gpu_batch and of
+        this number. Raise as `Replica.receive` does."""
+        return self.members[engine - 1].result(batch, number)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, all at the same time."""
+        for each in self.members:
+            each.connection.close()
         for each in self.members:
             each.close()
 
@@ -194,4 +215,23 @@ def check_engines(options: MachineOptions) -> None:
         raise InvalidInput(
             f"--engines is {count}, but engines take turns while attention workers attend; add --attention-workers, or"
             " leave out --engines"
+        )
+    if resolved(options.device) == "cuda":
+        _check_gpus(count, started_workers(options.attention_workers) or ())
+
+
+def _check_gpus(count: int, workers: Sequence[str]) -> None:
+    """Raise InvalidInput if GPUs are too few for the engines, or an engine and a worker that is started share one."""
+    from flexengine.tier.cuda import visible_gpus
+
+    if count > (gpus := visible_gpus()):
+        raise InvalidInput(
+            f"--engines is {count}, but torch sees {gpus} GPU{'s' * (gpus != 1)}, and each engine holds all weights on"
+            f" one; give --engines {gpus} or less, or --device cpu"
+        )
+    taken = {"cuda", *(f"cuda:{number:0{width}}" for number in range(count) for width in (1, 2))}
+    if shared := next(filter(taken.__contains__, workers), None):
+        raise InvalidInput(
+            f"--attention-workers names {shared}, but the engines are on cuda:0 to cuda:{count - 1}; name other"
+            " GPUs, or cpu"
         )

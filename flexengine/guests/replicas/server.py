@@ -7,6 +7,7 @@ a layer whose attention is known. Hidden states that enter replace those of the 
 
 import contextlib
 import socket
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,8 +30,10 @@ from flexengine.guests.stages.remote import failure
 from flexengine.guests.wire.link import Broken, Connection, Message, unpack
 from flexengine.model.forward import Attend, Forward, Inputs, Layer, Pause, Rows
 from flexengine.model.skeleton import Skeleton
+from flexengine.plan.sizes import aligned
 from flexengine.plan.workload import Workload
 from flexengine.runtime.lane import forget_variables
+from flexengine.worker.regions import Regions
 
 
 @dataclass
@@ -88,6 +91,7 @@ class ReplicaServer:
         self.connection = connection
         self._core: Core | None = None
         self._passes: dict[int, ReplicaPass] = {}  # by gpu_batch
+        self._room: Regions | None = None  # of the passes that are paused
         self._failure: list[Tensor] = []  # in the present sweep; answer to all of its further slices
 
     @torch.no_grad()
@@ -129,6 +133,7 @@ class ReplicaServer:
 
     def _load(self, message: Message, body: Tensor) -> None:
         job, core = unpack(body, ReplicaJob), self.core
+        self._free_room()
         planner = Planner(core.machine, core.opened)
         if job.lossy != core.lossy:
             core.drop_weights()
@@ -138,8 +143,17 @@ class ReplicaServer:
                          prefill_tokens=policy.gpu_batch_size)  # fmt: skip
         core.opened.prepare()
         layout = planner.layout_under(policy, Workload.of([(1, 1)] * policy.block_size))
+        facts, self._room = core.facts, Regions(core.machine)
+        token = 3 * facts.sent + 5 * facts.hidden * facts.itemsize  # as `plan.delegation.book` has it
+        self._room.keep_room("device", aligned(policy.block_size * token), "paused forwards")
+        self._room.keep_room("device", layout.account["device"]["workspace"], "workspace")
         core.resident_weights(layout).load_all_resident()
         self.connection.send(ReplicaKind.DONE, message.numbers)
+
+    def _free_room(self) -> None:
+        if self._room is not None:
+            self._room.free()
+            self._room = None
 
     def _begin(self, message: Message, body: Tensor) -> None:
         self._failure = []
@@ -179,6 +193,7 @@ class ReplicaServer:
     def close(self) -> None:
         """Free all memory."""
         self._end_passes()
+        self._free_room()
         if self._core is not None:
             self._core.close()
 
@@ -187,5 +202,8 @@ def serve(connection: socket.socket) -> None:
     """Compute slices for the engine at the other end of a socket, until it closes it."""
     server = ReplicaServer(Connection(connection))
     server.connection.allow_silence()
-    with contextlib.suppress(Broken), contextlib.closing(server):
-        server.run()
+    with contextlib.closing(server):
+        try:
+            server.run()
+        except Broken as error:  # the first engine shows it if it did not end the connection itself
+            print(f"the connection to the first engine: {error}", file=sys.stderr)

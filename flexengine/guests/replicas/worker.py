@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexengine.guests.replicas.client import Replicas
@@ -57,7 +58,11 @@ class TurnsWorker(Worker):
         while isinstance(event, Layer) and event.index < layer:
             event = state.forward.resume(None)
         self.weights.bind(layer, task.slot)
-        event = state.forward.finish(self._hidden.pop(k), self.attender(task).answer(k))
+        if (hidden := self._hidden.pop(k)).is_cuda:
+            # It is memory of the stream that has taken it back, which would use it for the next slice as soon as it is
+            # free here, although this stream has only queued the kernels that read it.
+            hidden.record_stream(torch.cuda.current_stream())
+        event = state.forward.finish(hidden, self.attender(task).answer(k))
         state.event = self._to_rows(task, state, event)
         if not task.by_rows:
             self._end(task, state)
@@ -74,8 +79,7 @@ class TurnsWorker(Worker):
 
     def _take_back(self, task: Task) -> None:
         (_, layer, k), state = task.cell, self._states[task.cell.batch]
-        result, tensors = self.replicas.answer(self.engine(layer, k))
-        assert (result.batch, result.number) == (k, layer)
+        result, tensors = self.replicas.answer(self.engine(layer, k), k, layer)
         device = self.weights.machine.compute
         query, key, value, *others = (x.to(device) for x in tensors)
         if self.engine(layer + 1, k) != self.engine(layer, k):

@@ -9,7 +9,6 @@ from typing import Any
 from flexengine.activity import activity, message
 from flexengine.engine.core import Core
 from flexengine.engine.planner import MIN_QUICK_SECONDS, UNLIMITED, Plan, Planner
-from flexengine.engine.rates import RateStore
 from flexengine.errors import OutOfMemory
 from flexengine.guests.stages.group import OrderKind
 from flexengine.guests.stages.remote import Driver, JobOrder, RemotePlan
@@ -20,6 +19,7 @@ from flexengine.plan.chain import ChainPlan, ChainSearch, Range
 from flexengine.plan.cost import Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
+from flexengine.plan.lp import SolverFailed
 from flexengine.plan.min_memory import fitting
 from flexengine.plan.placement import ON_DEVICE
 from flexengine.plan.search import Search
@@ -50,9 +50,10 @@ def take_layers(core: Core, planner: Planner, layers: Range) -> None:
         layers: first layer, and last layer + 1.
     """
     if layers != core.skeleton.layer_range:
+        opened = opened_again(core, layers)
         core.drop_weights()
-        core.opened = planner.opened = opened_again(core, layers)
-        core.skeleton = core.opened.skeleton
+        core.opened = planner.opened = opened
+        core.skeleton = opened.skeleton
 
 
 class PipelinePlanner(Planner):
@@ -84,24 +85,26 @@ class PipelinePlanner(Planner):
 
     def use(self, lossy: Lossy) -> None:
         super().use(lossy)
-        self._whole = self._block = None
-        self.rates = RateStore(self.machine, self.opened, self.core.options.hardware)
+        self._block = None
+        if self._whole is not None:
+            self._whole.use(lossy)
 
     def plan(self, workload: Workload, resident: Policy | None = None) -> Plan:
         """Return the plan of a job for the first stage. Arguments and errors as for `Planner.plan`. Layers are divided
         before, unless weights are in memory, or a strategy or a policy is given."""
         given = self.policy is not None or self.strategy is not None or resident is not None
         if workload.count and self._together and not given:
-            with suppress(OutOfMemory):  # which the plan raises, if no row fits with the present layers
+            with suppress(OutOfMemory, SolverFailed):  # which the plan raises, if it fails with the present layers
                 self._divide(workload)
         return super().plan(workload, resident)
 
     def _divide(self, workload: Workload) -> None:
         """Give each stage the layers under which the slowest one is predicted to be fastest for these rows, if that
         gains enough. Measure this model's rates for jobs that are long enough. Raise OutOfMemory if no row fits."""
+        self._block = None
         if self._whole is None:
-            self._whole = opened_again(self.core, None)
-            self.rates = RateStore(self.machine, self._whole, self.core.options.hardware)
+            self._whole = self.rates.opened = opened_again(self.core, None)
+            self.rates.forget()
         with activity("planning", "dividing the layers among the stages"):
             found, plan = self._chain(workload)
         if plan.seconds >= MIN_QUICK_SECONDS and self.rates.measure_quickly():
@@ -110,9 +113,12 @@ class PipelinePlanner(Planner):
         self._block = plan.policy
         ranges, size = [stage.layers for stage in plan.stages], self.driver.group.size
         present = self.ranges or [stage_layers(self.core.skeleton.total, rank, size, None) for rank in range(size)]
-        if max(found.seconds(plan.policy, ranges)) <= MIN_SPLIT_GAIN * max(found.seconds(plan.policy, present)):
-            self.ranges = ranges
+        now = inf  # seconds with the present layers, under the best block for them
+        with suppress(OutOfMemory):
+            now = min(max(found.seconds(policy, present)) for policy in (plan.policy, *found.blocks(present)))
+        if max(found.seconds(plan.policy, ranges)) <= MIN_SPLIT_GAIN * now:
             take_layers(self.core, self, ranges[0])
+            self.ranges = ranges
 
     def _chain(self, workload: Workload) -> tuple[ChainSearch, ChainPlan]:
         """Return the plan of a chain of stages with the memory and the rates of this process, for the rows that fit,
@@ -160,16 +166,19 @@ class PipelinePlanner(Planner):
             others = self.driver.ask(OrderKind.CHOOSE, Policy, job)
             with answers_read(others):
                 own = super().choose(workload, resident, limits, known).policy
-            chosen = [own, *others().values(), *self._of_chain(limits)]
+            chosen = [own, *others().values(), *self._of_chain(limits, tokens)]
             every = {replace(policy, weights=ON_DEVICE, neurons=0.0) for policy in chosen}
             by_size = sorted(every, key=lambda policy: (policy.block_size, str(policy)))  # a tie takes the smallest
             shared = min(by_size, key=lambda policy: self._slowest(policy, workload, resident, known))
         return place_weights(self.cost(workload, known), shared, self.machine.capacity, resident)
 
-    def _of_chain(self, limits: Options) -> Sequence[Policy]:
-        """Return the policy with which the layers were divided, if the limits allow it."""
+    def _of_chain(self, limits: Options, tokens: int | None) -> Sequence[Policy]:
+        """Return the policy with which the layers were divided, if the limits allow it. tokens: most of a prefill
+        chunk; None for those of the policy."""
         least = min(filter(None, (limits.block, self.block)), default=inf)
-        return [self._block] if self._block is not None and self._block.block_size <= least else []
+        if self._block is None or self._block.block_size > least:
+            return []
+        return [replace(self._block, prefill_tokens=tokens or self._block.prefill_tokens)]
 
     def _slowest(self, policy: Policy, workload: Workload, resident: Policy | None, known: Hardware | None) -> float:
         """Return the seconds of work of the slowest stage under a block; infinite if a stage has no room for it."""

@@ -153,6 +153,8 @@ def check_fleet(args: argparse.Namespace) -> None:
     check_least(args, actors=1, shard_rows=1)
     one = ("dry_run", "trace", "report")
     refuse_given(args, one, "shows one engine, and has no effect with --ray; remove one of them")
+    if args.engines > 1:
+        raise InvalidInput(f"--engines is {args.engines}, but --ray has engines of its own; leave out one of them")
     if (size := ranks()[1]) > 1:
         fault = f"--ray is {args.ray}, but WORLD_SIZE is {size}: torchrun started this process as one of several"
         raise InvalidInput(f"{fault}; start one process, whose actors Ray starts")

@@ -76,10 +76,13 @@ def check_cluster(args: argparse.Namespace) -> None:
 
 
 def check_bits(args: argparse.Namespace) -> None:
-    """Raise InvalidInput if --indicator is given without --harm, or --theta is negative."""
+    """Raise InvalidInput if --indicator is given without --harm, --theta is negative, or formats that a plan of
+    --stages chooses are fixed."""
     if args.indicator and not args.harm:
         raise InvalidInput(f"--indicator {args.indicator} says which numbers of --harm count; give --harm, too")
     check_least(args, theta=0)
+    if chooses_bits(args):
+        _formats(args)
 
 
 def chooses_bits(args: argparse.Namespace) -> bool:
@@ -231,6 +234,12 @@ def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
     """Return the formats that layers may have. Raise InvalidInput if an allowed name is no format of a layer, or if
     harm is given for --stages, but there is one format."""
     what = "--cluster" if args.cluster is not None else f"--{next(n for n in BITS_ONLY if n in args.changed)}"
+    fixed = next((name for name in ("weights", "layer_bits") if getattr(args, name) is not None), None)
+    if fixed and args.cluster is None:
+        remedy = "which fixes them; leave one out"
+        raise InvalidInput(
+            f"{what} chooses formats of layers, but {args.changed[fixed]} is {getattr(args, fixed)}, {remedy}"
+        )
     if args.weights is not None:
         if args.weights not in FORMATS:
             known = ", ".join(filter(None, FORMATS))

@@ -52,7 +52,8 @@ _OUTPUT = """
 --save FILE.json       write the numbers to this file as JSON
 --save-bits FILE.json  write the format of every layer that --weights mixed chose to this file, for --layer-bits
 --harm FILE.json       measure how much 8, 4 and 3 bits harm each layer, and LLM-PQ's variance indicator, and write
-                       them to this file, for plan --cluster --harm; choices are then measured only if they are given
+                       them to this file, for plan --cluster --harm and plan --stages --harm; choices are then
+                       measured only if they are given
 """
 _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weights", "cache/token", "seconds")
 

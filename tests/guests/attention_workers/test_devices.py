@@ -235,6 +235,8 @@ def test_names_and_sizes_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             open_device(name, 1)
     with pytest.raises(InvalidInput, match=r"--worker-mem is 100,000 TB, but [\d.]+ [kMG]B of RAM are free; give less"):
         open_device("sim", 10**17)
+    with pytest.raises(InvalidInput, match=r"--worker-mem is 1.05 MB, but"):  # what it needs beside is not named
+        open_device("sim", 1 << 20, 10**17)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -257,6 +259,11 @@ def test_memory_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     text = r"--worker-mem is 3.23 GB, but of 16.1 GB of cuda:1 Tesla T4, 3.22 GB are free, .* at most 2.95 GB, or"
     with pytest.raises(InvalidInput, match=text):
         gpu.check(3 << 30)
+    gpu.check((2 << 30) - devices.SCRATCH, beside=1 << 30)
+    text = r"--worker-mem is 3.00 GB, .* 3.22 GB are free, and the worker needs 1.35 GB beside it; .* most 1.87 GB,"
+    with pytest.raises(InvalidInput, match=text):
+        gpu.check(3 * 10**9, beside=1 << 30)
+    gpu.check(1_870_000_000, beside=1 << 30)
 
 
 def test_a_number_beyond_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,11 @@ import pytest
 
 from bench.pipeline.models import make_model
 from flexengine import Engine, Links, Policy, SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.guests.stages import planner as planners
+from flexengine.lossy import Lossy
+from flexengine.measure import store
+from flexengine.plan.candidates import Options
 from flexengine.plan.chain import ChainSearch
 from tests.helpers.threads import Pipeline, in_threads
 
@@ -80,6 +86,60 @@ def test_no_split_is_faster_for_the_block(options: dict[str, Any]) -> None:
         every = [((0, a), (a, b), (b, LAYERS)) for a in range(1, LAYERS) for b in range(a + 1, LAYERS)]
         best = min(max(search.seconds(block, ranges)) for ranges in every)
         assert max(search.seconds(block, planner.ranges)) == pytest.approx(best, rel=0.03)
+        least = min(max(search.seconds(layout.policy, ranges)) for ranges in every)  # under the policy of the job
+        assert max(search.seconds(layout.policy, planner.ranges)) <= 1.03 * least
+
+
+def test_prompts_are_cut_as_before(options: dict[str, Any]) -> None:
+    """After memory ran out, and when a job is resumed, also under the block that divided the layers."""
+    with on_one_machine(STAGES, **options) as pipeline:
+        planner = pipeline.engine.planner
+        workload = pipeline.engine.reader.survey(ROWS, GREEDY)
+        planner.plan(workload)
+        kept = planner._block.prefill_tokens
+        for tokens in (8, 16):
+            assert tokens != kept
+            found = planner.choose(workload, None, Options(tokens, block=planner._block.block_size))
+            assert found.policy.prefill_tokens == tokens
+        planner.keep_prefill(8)
+        assert planner.choose(workload).policy.prefill_tokens == 8
+
+
+def test_layers_that_could_not_be_opened_are_taken_again(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(**options) as engine:
+        expected = tokens(engine)
+    opened, failed = planners.opened_again, list[Any]()
+
+    def once(core: Any, layers: Any) -> Any:
+        if layers is not None and core.skeleton.first == 0 and not failed:
+            failed.append(layers)
+            raise InvalidInput("the files have changed")
+        return opened(core, layers)
+
+    with on_one_machine(STAGES, **options) as pipeline:
+        monkeypatch.setattr(planners, "opened_again", once)
+        with pytest.raises(InvalidInput, match="have changed"):
+            pipeline.engine.generate(ROWS, GREEDY)
+        assert layers_of(pipeline) == [(0, 3), (3, 6), (6, 8)]
+        assert tokens(pipeline.engine) == expected
+        assert layers_of(pipeline)[0] == failed[0]
+
+
+def test_measured_rates_are_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the layers are divided, and with other lossy switches."""
+    with on_one_machine(STAGES, **options) as pipeline:
+        planner = pipeline.engine.planner
+        measured = replace(planner.rates.known(), name="measured, not stored")
+        monkeypatch.setattr(store, "knows_quickly", lambda *_: False)
+        monkeypatch.setattr(store, "obtain_quickly", lambda *_: (measured, False))
+        assert planner.rates.measure_quickly()
+        planner.plan(pipeline.engine.reader.survey(ROWS, GREEDY))
+        assert planner.rates.known().name == measured.name
+        pipeline.engine.use(Lossy(weights="int8"))
+        assert planner._whole.lossy == planner.opened.lossy == Lossy(weights="int8")
+        assert planner.rates.known().name == measured.name
 
 
 def test_layers_are_even_with_a_policy(options: dict[str, Any]) -> None:

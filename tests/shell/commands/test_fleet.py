@@ -15,6 +15,7 @@ from flexengine.shell.commands.main import main
     (["--ray", "local", "--dry-run"], {}, "--dry-run shows one engine, and has no effect with --ray"),
     (["--ray", "local", "--trace", "t.json"], {}, "--trace shows one engine"),
     (["--ray", "local", "--report", "r.html"], {}, "--report shows one engine"),
+    (["--ray", "local", "--engines", "2"], {}, "--engines is 2, but --ray has engines of its own; leave out one"),
     (["--ray", "local", "--interface", "eth0"], {}, "--interface is eth0, but actors of one process need none"),
     (["--ray", "local"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ray is local, but WORLD_SIZE is 2"),
     (["--ray", "local", "--stages", "0"], {}, "--stages is 0; it must be at least 1"),
