@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.ministral3 import Ministral3Config
 
 from flexengine import Engine, SamplingParams
 from flexengine.model.build import build
@@ -37,9 +39,9 @@ RECORDS = {
     "starcoder2": "rotary halves, gelu_tanh",
     "glm4": "rotary pairs, silu gated, post norms",
     "olmo2": "rotary halves, silu gated, head norms, post norms",
-    "mixtral": "rotary halves, experts as modules",
-    "qwen3-moe": "rotary halves, experts as modules, head norms",
-    "gpt-oss": "rotary halves, experts as modules, sinks",
+    "mixtral": "rotary halves, block as a module",
+    "qwen3-moe": "rotary halves, block as a module, head norms",
+    "gpt-oss": "rotary halves, block as a module, sinks",
 }
 
 
@@ -77,6 +79,25 @@ def test_tokens_of_native_layers(families: Any, monkeypatch: pytest.MonkeyPatch,
     assert [result.error for result in results] == [None] * len(results)
     assert [list(result.token_ids) for result in results] == made.expected
     assert sum(calls) >= len(modules)
+
+
+def test_queries_that_grow_with_positions(tmp_path: Path) -> None:
+    """Ministral 3 multiplies queries beyond the original context; records have no such factor."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 3.0}
+    config = Ministral3Config(
+        vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, rope_parameters=rope, initializer_range=0.4,
+        eos_token_id=None, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(0, 61, (1, 60))
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 60:].tolist()
+    with Engine(tmp_path, device="cpu", device_mem="256M") as engine:
+        found = engine.generate([{"prompt_token_ids": ids[0].tolist()}], SamplingParams(max_tokens=12, ignore_eos=True))
+        assert "queries" in str(engine.core.skeleton.as_modules)
+    assert list(found[0].token_ids) == expected
 
 
 @pytest.mark.parametrize("family", ["bloom", "granite", "olmo2", "gpt-neox", "glm4"])

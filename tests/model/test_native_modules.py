@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.phi3 import modeling_phi3 as phi3
@@ -178,6 +179,15 @@ class TestModules:
         use_fused(module)
         assert type(module) is not llama.LlamaMLP
         torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
+
+    def test_a_gated_mlp_with_limits_stays(self) -> None:
+        """Limits that only large numbers exceed."""
+        config = SimpleNamespace(
+            hidden_size=8, intermediate_size=12, hidden_act="silu", swiglu_limit=10.0, mlp_bias=False
+        )
+        module = deepseek_v4.DeepseekV4MLP(config)
+        use_fused(module)
+        assert type(module) is deepseek_v4.DeepseekV4MLP
 
     def test_attention_computes_what_it_did_with_other_rotary_functions_left_alone(self, rotated: list[int]) -> None:
         config = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)

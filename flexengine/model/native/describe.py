@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+POSITIONS = (0, 1, 3000, 70_000, 2_000_000)  # of a trial's tokens; large ones show what grows with positions
 CLOSE = 1e-5  # largest relative difference of two tensors that are the same; two orders of summation differ by 5e-7
 # Activation functions by their names in kernels.base.ACTS.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -115,7 +116,7 @@ class LayerRecord(NamedTuple):
 def _words(record: LayerRecord) -> Iterator[str]:
     joined = {"": "", "blocks": "joined projections", "heads": "projections joined by head"}[record.q.joined]
     halves = "" if record.rotary is None else "rotary pairs" if record.rotary.pairs else "rotary halves"
-    activation = "experts as modules" if record.mlp.module else f"{record.mlp.act} {'gated' if _gated(record) else ''}"
+    activation = "block as a module" if record.mlp.module else f"{record.mlp.act} {'gated' if _gated(record) else ''}"
     yield from filter(None, (joined, halves or ("ALiBi" if record.alibi else ""), activation.strip()))
     yield from (
         text

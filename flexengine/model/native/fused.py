@@ -90,8 +90,12 @@ def _act_in(module: Any) -> str | None:
         small._modules = {name: with_numbers(nn.Linear(*sizes)) for name, sizes in _PROJECTIONS.items()}
         small._modules["act_fn"] = children["act_fn"]
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-        gate, up, y = small.gate_proj(x), small.up_proj(x), small(x.clone())
-        found = (act for act, function in ACTIVATIONS.items() if same(small.down_proj(function(gate) * up), y))
+        trials = [(small.gate_proj(y), small.up_proj(y), small(y.clone())) for y in (x, 300 * x)]  # large: limits act
+        found = (
+            act
+            for act, function in ACTIVATIONS.items()
+            if all(same(small.down_proj(function(gate) * up), y) for gate, up, y in trials)
+        )
         _acts[key] = next(found, None)
     return _acts[key]
 

@@ -214,14 +214,15 @@ class NativeLayer:
             attended, _ = attend(self.attention, qkv[0], qkv[1], qkv[2], None, *how)
         del qkv
         with unwatched():
-            attended = attended.reshape(len(x), -1)
+            parts = [x, attended.reshape(len(x), -1), *shared]
+            del attended, shared
+            if keep is not None:
+                out = self._empty(x.shape).zero_()
+                parts = [y[keep] for y in parts]
         if keep is None:
-            return 1, self._after(x, attended, *shared)[None]
-        with unwatched():
-            out = self._empty(x.shape).zero_()
-            some = [y[keep] for y in (x, attended, *shared)]
+            return 1, self._after(parts)[None]
         if len(keep):
-            out[keep] = self._after(*some)
+            out[keep] = self._after(parts)
         return 1, out[None]
 
     def _projected(self, x: Tensor, given: Sequence[Tensor], keep: Tensor | None) -> list[Tensor]:
@@ -236,13 +237,16 @@ class NativeLayer:
             q[keep] = self._run("q", x[keep], *some)[0]
         return [q, k, v, *shared]
 
-    def _after(self, x: Tensor, attended: Tensor, *shared: Tensor) -> Tensor:
+    def _after(self, parts: list[Tensor]) -> Tensor:
         """Return the layer's output, [rows, hidden], from its input, attention's output, and the block's input if it is
-        `shared`, [rows, ...]."""
+        `shared`, [rows, ...]. The list is emptied, so that attention's output is freed before a module runs."""
+        x, attended, *shared = parts
+        parts.clear()
         with unwatched():
             if self.block is None:
                 return self._run("after", x, attended, *shared)[0]
             results = self._run("middle", x, attended)
+            del attended
         return self._block(x, [*results, *shared])
 
     def _block(self, x: Tensor, results: Sequence[Tensor]) -> Tensor:
@@ -297,7 +301,10 @@ class NativeLayer:
             rows.append(self._addresses(layer._bound, (source, *given, *pages.tensors), results))
             source = results[0]  # a layer reads its input before it writes its output
         recent[2].run(*rows)
-        return results
+        if self.block is None:
+            return results
+        kept = results[: 1 if self.record.norms[1] is None else 2]  # the module runs without queries, keys and values
+        return [*kept, *(results[-1:] if self.record.shared else [])]
 
     def _run(self, part: str, *given: Tensor) -> list[Tensor]:
         """Run a part of the layer on the tensors `given` of `_steps`. Return its results, [rows, ...]."""

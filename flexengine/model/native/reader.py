@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flexengine.model.forward import Attend
 from flexengine.model.native.describe import (
     ACTIVATIONS,
+    POSITIONS,
     HeadsRecord,
     LayerRecord,
     MlpRecord,
@@ -176,7 +177,7 @@ class Reader:
         from flexengine.model.adapters import slopes  # few models have such positions
 
         q, k = self.q[..., -1], self.k[..., -1]
-        positions = torch.arange(len(k))[:, None] * torch.tensor(slopes(k.shape[1]))
+        positions = torch.tensor(POSITIONS)[:, None] * torch.tensor(slopes(k.shape[1]))
         return same(q, torch.full_like(q, 1 / self.run.event.scale)) and same(k, positions)
 
     # Queries, keys, values.

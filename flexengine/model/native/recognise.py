@@ -10,7 +10,7 @@ tried, not those of a checkpoint's own Python code.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Inputs, Pass, PausingLayer, pausing_layers
 from flexengine.model.linear import Product, use_product
-from flexengine.model.native.describe import CLOSE, LayerRecord, Undescribed
+from flexengine.model.native.describe import CLOSE, POSITIONS, LayerRecord, Undescribed
 from flexengine.model.native.fused import is_norm
 from flexengine.model.native.layer import LayerKind, NativeLayer, Scratch
 from flexengine.model.native.reader import LayerRun, Reader, Seen
@@ -33,7 +33,7 @@ _SMALL = {"hidden_size": _HEADS * _DIM, "num_attention_heads": _HEADS, "head_dim
 _SMALL |= dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size"), _INNER)
 _SMALL |= dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_hidden_size"), _INNER)
 _SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 12, "q_lora_rank": 20}
-_TOKENS = 5  # of a trial; no other size is equal
+_TOKENS = len(POSITIONS)  # of a trial; no other size is equal
 _WEIGHTS = (0.3, 30.0)  # standard deviations of matrices, of one trial each; large ones exceed limits such as clip_qkv
 _KNOWN = {"transformers", "torch", "flexengine", "builtins"}  # packages whose classes a trial is for
 _PLAIN = (bool, int, float, str)
@@ -104,7 +104,8 @@ def _settings(layer: Any, event: Attend) -> Any:
     attributes = ((name, *item) for name, m in layer.named_modules() for item in vars(m).items())
     plain = (x for x in attributes if isinstance(x[2], _PLAIN) and x[1] not in ("layer_idx", "layer_id"))
     paths = tuple(name for name, _ in layer.named_parameters())
-    return type(layer), (*plain,), paths, event.q.shape, event.k.shape, event.v.shape, event.scale, event.softcap
+    classes = tuple((name, type(m)) for name, m in layer.named_modules())
+    return classes, (*plain,), paths, event.q.shape, event.k.shape, event.v.shape, event.scale, event.softcap
 
 
 def _width(call: Call) -> int:
@@ -177,7 +178,8 @@ class _Trial:
         rng, config = torch.Generator().manual_seed(0), copy.deepcopy(self._config)
         for name, size in (_SMALL | {"num_key_value_heads": self._kv_heads}).items():
             if getattr(config, name, None) is not None:
-                setattr(config, name, size)
+                with suppress(AttributeError):  # a property that follows from other fields
+                    setattr(config, name, size)
         config._attn_implementation, config._experts_implementation_internal = ATTENTION, "eager"
         with torch.random.fork_rng(devices=[]):
             small: nn.Module = type(self.layer)(config, self._index).float().eval().requires_grad_(False)
@@ -222,7 +224,9 @@ class _Trial:
                 first.clear()
                 return x.clone()
             whole = not value.is_floating_point() and value.dtype != torch.bool
-            return torch.arange(_TOKENS)[None] if whole and value.dim() == 2 else None
+            if value.is_floating_point() and name not in ("", "attention_mask", "alibi"):
+                raise Undescribed(f"its argument {name} is a tensor whose use is not known")
+            return torch.tensor([POSITIONS]) if whole and value.dim() == 2 else None
 
         args, kwargs = self._call
         return tuple(given("", value) for value in args), {k: given(k, value) for k, value in kwargs.items()}
@@ -244,7 +248,10 @@ class _Trial:
         native = NativeLayer(ours, run.event, width, LayerKind(record, lambda: True, Scratch()))
         found, _, result = _ran(lambda: native(run.x[None].clone(), positions)[1])
         one, two = run.event, found
-        pairs = [(one.q * one.scale, two.q * two.scale), (one.k, two.k), (one.v, two.v), (run.result, result[0])]
+        pairs = [(one.q * one.scale, two.q * two.scale), (one.v, two.v), (run.result, result[0])]
+        # Positions of ALiBi are large numbers in a column of their own.
+        parts = (slice(-1), slice(-1, None)) if record.alibi else (slice(None),)
+        pairs += [(one.k[..., part], two.k[..., part]) for part in parts]
         return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < CLOSE for a, b in pairs)
 
 
@@ -264,8 +271,8 @@ def _by_token(x: Tensor) -> Tensor:
 
 def _ran(layer: Callable[[], Any]) -> tuple[Attend, Tensor, Any]:
     """Return the pause at attention, its answer, which is random, and the output of a layer."""
-    current, positions = Pass(layer), torch.arange(_TOKENS)[None]
-    current.inputs = Inputs(positions, positions, positions[0])
+    current, positions = Pass(layer), torch.tensor([POSITIONS])
+    current.inputs = Inputs(positions, positions, torch.arange(_TOKENS))
     event = current.switch()
     if not isinstance(event, Attend):
         raise Undescribed("it does not pause at attention")
