@@ -18,11 +18,12 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from flexengine import kernels
 from flexengine.kernels.cpu import is_fp32
 from flexengine.model.linear import FastLinear, unwatched
-from flexengine.model.native.describe import ACTIVATIONS, NormRecord, RotaryRecord, norm_of, rotated, same
+from flexengine.model.native.describe import ACTIVATIONS, NormRecord, RotaryRecord, is_linear, norm_of, rotated, same
 
 _ROTATE = "apply_rotary_pos_emb"
 _OWN = "transformers."  # where the modules of classes and functions are that are tried
 _PROJECTIONS = {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}  # of a gated MLP; sizes in a trial
+_MOST_NUMBERS = 1 << 20  # most numbers in the parameters of a norm
 _norms = dict[Any, NormRecord | None]()  # by settings of a module: class, plain attributes, shapes of parameters
 _acts = dict[Any, str | None]()
 
@@ -44,7 +45,10 @@ def with_numbers(module: nn.Module) -> nn.Module:
 
 def norm_in(module: nn.Module) -> NormRecord | None:
     """Return what a norm of transformers or torch computes; None for other modules."""
-    if not type(module).__module__.startswith((_OWN, "torch.")) or any(x.dim() > 2 for x in module.parameters()):
+    known = type(module).__module__.startswith((_OWN, "torch."))
+    if not known or isinstance(module, nn.Embedding) or is_linear(module) or list(module.children()):
+        return None
+    if sum(x.numel() for x in module.parameters()) > _MOST_NUMBERS:  # others are not filled with random numbers
         return None
     key = (*_settings(module), *((name, x.shape) for name, x in module.named_parameters()))
     if key not in _norms:
