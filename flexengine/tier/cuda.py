@@ -113,6 +113,9 @@ class CudaMachine(Machine):
     def synchronize(self) -> None:
         wait_for_stream()
 
+    def keep_until_read(self, x: torch.Tensor) -> None:
+        x.record_stream(torch.cuda.current_stream())  # torch gives freed memory to the stream that allocated it
+
     def keep_freed(self, room: bool = True) -> None:
         """Do nothing: few of the job's tensors are in RAM."""
 

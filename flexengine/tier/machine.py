@@ -150,6 +150,10 @@ class Machine:
         """Return freed memory that malloc and torch hold to the system."""
         give_back_freed()
 
+    def keep_until_read(self, x: torch.Tensor) -> None:
+        """Let no other thread's tensor get the memory of a tensor, of another thread, before this thread's queued work
+        has read it."""
+
     def close(self) -> None:
         """Close all tiers and return freed memory to the system."""
         for tier in (*self.tiers.values(), *reversed(self.disks)):  # again: a disk's parents may hold other disks

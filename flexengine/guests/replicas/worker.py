@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flexengine.guests.replicas.client import Replicas
@@ -58,10 +57,7 @@ class TurnsWorker(Worker):
         while isinstance(event, Layer) and event.index < layer:
             event = state.forward.resume(None)
         self.weights.bind(layer, task.slot)
-        if (hidden := self._hidden.pop(k)).is_cuda:
-            # It is memory of the stream that has taken it back, which would use it for the next slice as soon as it is
-            # free here, although this stream has only queued the kernels that read it.
-            hidden.record_stream(torch.cuda.current_stream())
+        self.weights.machine.keep_until_read(hidden := self._hidden.pop(k))  # made by the lane that took it back
         event = state.forward.finish(hidden, self.attender(task).answer(k))
         state.event = self._to_rows(task, state, event)
         if not task.by_rows:
