@@ -231,10 +231,11 @@ def pages_after_answers(
             batches = np.maximum(1.0, np.ceil(homes[home] * sweeps.decoding / policy.gpu_batch_size))
             ahead = np.minimum(1.0, num_buffers(policy.slots) / batches)
             *reads, link = routes(hardware).load[home]
-            bounds = [("first", link, 1 / batches, 1 - before * share), ("all", link, 1.0, (1 - before) * share)]
+            bounds: list[tuple[str, str, Any, float]] = []
+            bounds += [("first", link, 1 / batches, 1 - before * share), ("all", link, 1.0, (1 - before) * share)]
             bounds += [(f"all {lane}", lane, 1 - ahead, (1 - before) * share) for lane in reads]
             for bound, lane, loaded, computed in bounds:
-                parts = [(attend, name, 1.0) for name in work[attend]]
+                parts: list[tuple[str, str, Any]] = [(attend, name, 1.0) for name in work[attend]]
                 parts += [("device", name, computed) for name in work["device"]]
                 parts += [(lane, name, loaded) for name in work[lane] if name == fraction(CACHE, home)]
                 for one, name, factor in parts:
