@@ -222,8 +222,25 @@ def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterato
 
 @contextmanager
 def readable(machine: Machine, checkpoint: Sequence[Path], quick: bool = False) -> Iterator[dict[Path, int]]:
-    """Yield files to read, with their bytes, none in the page cache: the model's own, or a new file if it is small.
-    quick: yield the first bytes of the model's largest file only, or none if it is tiny."""
+    """Yield files to read, with their bytes: the model's own, or a new file if it is small. Reads of them do not ask
+    the page cache, which may still hold pages that are mapped or were not written yet.
+
+    quick: yield the first bytes of the model's largest file only, or none if it is tiny.
+    """
+    with _chosen(machine, checkpoint, quick) as files:
+        opened = [machine.disk.checkpoint(path, 0, 0, DTYPE).place for path in files]
+        before = [file.uncached for file in opened]
+        for file in opened:
+            file.uncached = True
+        try:
+            yield files
+        finally:
+            for file, uncached in zip(opened, before, strict=True):
+                file.uncached = uncached
+
+
+@contextmanager
+def _chosen(machine: Machine, checkpoint: Sequence[Path], quick: bool) -> Iterator[dict[Path, int]]:
     own = {path: path.stat().st_size // 2 * 2 for path in checkpoint}
     if quick:
         nbytes, largest = max(((size, path) for path, size in own.items()), default=(0, Path()))

@@ -228,7 +228,7 @@ class DiskTier(Tier):
 
     def _noted(self, chunk: Chunk, buffer: torch.Tensor | None) -> None:
         """Read a chunk into the targets and the buffer. Add the time to the measurement of `way` if that can choose how
-        to read. Time in which several threads read counts once."""
+        to read, and the disk was read. Time in which several threads read counts once."""
         file, ended = chunk.read.file, False
         needed, targets = min(chunk.high, chunk.read.end), chunk.targets(buffer)
         call = partial(self._read, file, targets, chunk.low, needed, chunk.direct)
@@ -240,8 +240,7 @@ class DiskTier(Tier):
                 self._counted = time.perf_counter()
             self._reading += 1
         try:
-            call()
-            ended = True
+            ended = call()  # False: from the page cache, which tells nothing about the disk
         finally:
             with self._lock:
                 self._reading -= 1
@@ -273,11 +272,13 @@ class DiskTier(Tier):
     def _reads_direct(self, file: File) -> bool:
         return file.direct is not None and (file is self._spill or self.way.direct)
 
-    def _read(self, file: File, targets: Sequence[memoryview], low: int, needed: int, direct: bool) -> None:
-        """Fill buffers from byte `low` of the file on, and drop the bytes of a user's file from the page cache. Raise
-        BadCheckpoint if the file ends before byte `needed`."""
-        if file is not self._spill and len(targets) <= MOST_PARTS and file.read_cached(targets, low, needed - low):
-            return
+    def _read(self, file: File, targets: Sequence[memoryview], low: int, needed: int, direct: bool) -> bool:
+        """Fill buffers from byte `low` of the file on, and return whether the disk was read. Bytes that the page cache
+        holds already are copied and stay; of a user's file, others are dropped from it. Raise BadCheckpoint if the file
+        ends before byte `needed`."""
+        asks = file is not self._spill and not self.way.held  # held: the disk is measured
+        if asks and len(targets) <= MOST_PARTS and file.read_cached(targets, low, needed - low):
+            return False
         got = read_fully(file, targets, low, direct)
         if got < needed - low:
             missing = needed - low - got
@@ -286,6 +287,7 @@ class DiskTier(Tier):
         if file is not self._spill and (not direct or file.direct is None):  # None: direct I/O was refused just now
             grid = low // CHUNK * CHUNK
             os.posix_fadvise(file.cached, grid, aligned(low + sum(map(len, targets))) - grid, os.POSIX_FADV_DONTNEED)
+        return True
 
     def _deliver(self, read: DiskRead, buffer: torch.Tensor, low: int, high: int) -> None:
         """Convert the part of each region of `read` that lies in file bytes low .. high, which `buffer` holds."""

@@ -46,10 +46,15 @@ class File:
         again after a byte that was not there.
         """
         if self.uncached is None:
-            self.uncached = self._resident([memoryview(bytearray(1))], offset) == 0
-        if not self.uncached:
-            self.uncached = self._resident(parts, offset) < needed
-        return not self.uncached
+            there = self._resident([memoryview(bytearray(1))], offset) == 1
+            if self.uncached is None:  # else another thread has found a byte that is not there
+                self.uncached = not there
+        if self.uncached:
+            return False
+        if self._resident(parts, offset) >= needed:
+            return True
+        self.uncached = True  # never set back, as other threads read the file, too
+        return False
 
     def _resident(self, parts: Sequence[memoryview], offset: int) -> int:
         """Read up to the first byte that is not in the page cache, and return the number of bytes."""
@@ -141,7 +146,7 @@ class FasterWay:
 
     def __init__(self) -> None:
         self.direct = True  # whether the next reads are direct
-        self.held = False  # whether `direct` stays fixed; `note` then only measures
+        self.held = False  # whether `direct` stays fixed; `note` then only measures, and no read asks the page cache
         self._rates: dict[bool, float] = {}
         self._turns: defaultdict[bool, int] = defaultdict(int)
         self._bytes, self._seconds, self._since = 0, 0.0, -1.0

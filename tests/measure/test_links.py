@@ -98,6 +98,8 @@ def test_the_checkpoint_itself_is_read(
         assert [(home.place.path, home.start) for home in found] == [
             (paths[0], 0), (paths[0], 100_000), (paths[0], 200_000), (paths[1], 0), (paths[1], 100_000), (paths[0], 0),
         ]  # fmt: skip
+        assert all(home.place.uncached for home in found)  # both were written just now
+    assert not any(home.place.uncached for home in found)
     monkeypatch.setattr(links, "MIN_CHECKPOINT_BYTES", 500_001)
     with links.readable(machine, paths) as files:
         assert not set(files) & set(paths)

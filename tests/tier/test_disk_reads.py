@@ -26,13 +26,13 @@ def watched_fills(tier: DiskTier, threads: int, pause: Sequence[float] = (0.01,)
     a second time before so many have begun to read. pause: its only item is the seconds before a read."""
     fills, fill, together, met = list[tuple[str, bool]](), tier._read, threading.Barrier(threads), set[str]()
 
-    def filled(file: Any, targets: Any, low: int, needed: int, direct: bool) -> None:
+    def filled(file: Any, targets: Any, low: int, needed: int, direct: bool) -> bool:
         fills.append((name := threading.current_thread().name, direct))
         if len(met) < threads and name not in met:
             met.add(name)
             together.wait(PATIENCE)
         time.sleep(pause[0])
-        fill(file, targets, low, needed, direct)
+        return fill(file, targets, low, needed, direct)
 
     tier._read = filled  # type: ignore[method-assign]
     return fills
@@ -100,6 +100,7 @@ def test_one_thread_goes_on_if_reads_become_cached(tmp_path: Path, monkeypatch: 
     home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
     if home.place.direct is None:
         pytest.skip("no direct I/O here")
+    home.place.uncached = True  # it was written just now
     tier.load(home, target := torch.zeros_like(values))
     assert torch.equal(target, values)
     assert len({name for name, direct in fills if direct}) == 2
@@ -183,34 +184,94 @@ def test_more_regions_than_one_system_call_can_fill(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_what_the_page_cache_holds_is_read_from_there(tmp_path: Path) -> None:
-    """And stays there; a file that is not there is read from the disk, and does not get there."""
-    path, values = tmp_path / "x", some(3 * CHUNK, torch.float16)
+def written(path: Path, values: torch.Tensor) -> File:
+    """Write a file that is in the page cache, and return it. Skip the test if reads cannot tell that it is there."""
     path.write_bytes(values.numpy().tobytes())
     file = File(path, os.O_RDONLY)
-
-    def cached() -> bool:
-        file.uncached = None
-        return file.read_cached([memoryview(bytearray(1))], values.nbytes // 2, 1)
-
-    if file.direct is None or not cached():
+    if file.direct is None or not cached(file, values.nbytes // 2):
+        file.close()
         pytest.skip("this file system has no direct I/O, or no reads that do not wait")
-    for direct in (True, False):
-        tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
-        home = tier.checkpoint(path, 0, values.nbytes, torch.float16)
-        tier.load(home, target := torch.zeros_like(values))
-        assert torch.equal(target, values)
-        assert cached()
-        tier.close()
-    os.fsync(file.cached)
-    os.posix_fadvise(file.cached, 0, 0, os.POSIX_FADV_DONTNEED)
-    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(True))
-    home = tier.checkpoint(path, 0, values.nbytes, torch.float16)
-    tier.load(home, target.zero_())
+    return file
+
+
+def cached(file: File, offset: int) -> bool:
+    """Return whether the page cache holds a byte of the file."""
+    file.uncached = None
+    return file.read_cached([memoryview(bytearray(1))], offset, 1)
+
+
+def read_whole(tier: DiskTier, path: Path, values: torch.Tensor) -> File:
+    home = tier.checkpoint(path, 0, values.nbytes, values.dtype)
+    tier.load(home, target := torch.zeros_like(values))
     assert torch.equal(target, values)
-    assert home.place.uncached
-    assert not cached()
     tier.close()
+    return home.place  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_the_page_cache_holds_is_read_from_there(direct: bool, tmp_path: Path) -> None:
+    """And stays there, and does not count as a read of the disk; a file that is not there does not get there."""
+    path, values = tmp_path / "x", some(3 * CHUNK, torch.float16)
+    file, noted = written(path, values), list[int]()
+    for evicted in (False, True):
+        if evicted:
+            os.fsync(file.cached)
+            os.posix_fadvise(file.cached, 0, 0, os.POSIX_FADV_DONTNEED)
+        tier = DiskTier("disk", Ledger("disk"), tmp_path, way := OneWay(direct))
+        way.note = lambda nbytes, *times: noted.append(nbytes)  # type: ignore[method-assign]
+        assert bool(read_whole(tier, path, values).uncached) is evicted
+        assert bool(noted) is evicted
+        assert cached(file, values.nbytes // 2) is not evicted
+    assert sum(noted) == values.nbytes
+    file.close()
+
+
+def test_a_file_of_which_the_page_cache_holds_a_part(tmp_path: Path) -> None:
+    path, values = tmp_path / "x", some(3 * CHUNK, torch.float16)
+    file, middle = written(path, values), values.nbytes // 2 + ALIGN  # within a chunk
+    os.fsync(file.cached)
+    os.posix_fadvise(file.cached, middle, 0, os.POSIX_FADV_DONTNEED)
+    tier, noted = DiskTier("disk", Ledger("disk"), tmp_path, way := OneWay(True)), list[int]()
+    way.note = lambda nbytes, *times: noted.append(nbytes)  # type: ignore[method-assign]
+    assert read_whole(tier, path, values).uncached
+    assert 0 < sum(noted) < values.nbytes
+    assert cached(file, 0)
+    file.close()
+
+
+def test_a_measurement_reads_the_disk_whatever_the_page_cache_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values, read, real = tmp_path / "x", some(3 * CHUNK, torch.float16), list[tuple[bool, int]](), os.preadv
+    file = written(path, values)
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(True))
+    tier.way.held, opened = True, tier.checkpoint(path, 0, values.nbytes, torch.float16).place
+
+    def preadv(fd: int, *rest: Any) -> int:
+        read.append((fd == opened.direct, len(rest)))  # two arguments: no flags
+        return real(fd, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    read_whole(tier, path, values)
+    assert read
+    assert set(read) == {(True, 2)}
+    file.close()
+
+
+def test_a_read_tells_what_it_found_whatever_other_threads_find(tmp_path: Path) -> None:
+    """A read of cached bytes, in which another thread meets a byte that is not there."""
+    file, part = written(tmp_path / "x", some(ALIGN, torch.uint8)), memoryview(bytearray(8))
+    real = file._resident
+
+    def resident(*args: Any) -> int:
+        file.uncached = True
+        return real(*args)
+
+    file.uncached, file._resident = False, resident  # type: ignore[method-assign]
+    assert file.read_cached([part], 0, 8)
+    assert part.tobytes() != bytes(8)
+    assert file.uncached
+    assert not file.read_cached([part], 0, 8)
     file.close()
 
 
