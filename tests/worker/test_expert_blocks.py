@@ -169,6 +169,14 @@ def test_sums(
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_hidden_states_that_are_a_transposed_view() -> None:
+    layers, x = Layers(1, EXPERTS, Disk()), torch.randn(WIDTH, 5).t()
+    assert not x.is_contiguous()
+    torch.testing.assert_close(run(layers, [x]), run(layers, [x.contiguous()]))
+    layers.reads.close()
+
+
 def test_each_expert_is_read_once_if_all_fit() -> None:
     disk = Disk()
     layers = Layers(2, EXPERTS, disk)

@@ -128,7 +128,8 @@ class ExpertBlock:
         groups = dict(by_expert(chosen, self.layer.experts))
         self._named.pop(greenlet.getcurrent(), None)
         self._stop_wrong(groups.keys())
-        out, left, every = torch.zeros_like(hidden), len(groups), np.fromiter(groups, np.int64, len(groups))
+        out, left = torch.zeros_like(hidden, memory_format=torch.contiguous_format), len(groups)
+        every = np.fromiter(groups, np.int64, left)
         most = self.arena.room
         if left > most and len(hidden) <= FEW_TOKENS:
             self.arena.reserve(every, left)  # those in memory leave last
