@@ -19,8 +19,8 @@ from flexengine.kernels.structs import CODES, address
 GATED = 1 << 10  # as in experts.h
 GATED_ACTS = ("sigmoid", "tanh", "erf", "relu", "relu squared")  # in the order of enum GatedAct of experts.h
 _WHOLE = {KINDS.index("narrow"), GATED}  # kinds of steps whose rows do not depend on experts, or on other rows
-_TOGETHER = 8 << 20  # bytes of rows that are computed at once, so that they stay in L3
-_KEPT = 16 << 20  # bytes; most memory that stays from call to call, as the planner books it for one layer at a time
+_KEPT = 8 << 20  # bytes; most memory that stays from call to call, which the planner books (plan/sizes.py)
+_TOGETHER = 7 << 20  # bytes of rows that are computed at once, so that they stay in L3
 
 Gated = structs._struct("Gated", "experts.h")
 ExpertStep = structs._struct("ExpertStep", "experts.h")
@@ -88,6 +88,25 @@ class Stacked(NamedTuple):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
+class ExpertMemory:
+    """Memory for intermediate results that the calls of a model share, one call at a time."""
+
+    def __init__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        self.block = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return at least so many bytes, uint8. They stay for the next call if they are at most _KEPT."""
+        if nbytes > _KEPT:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes > self.block.nbytes:
+            self.release()
+            self.block = torch.empty(nbytes, dtype=torch.uint8)
+        return self.block
+
+
 class ExpertCall:
     """The recorded steps of experts of one format. Not for several threads at a time.
 
@@ -95,15 +114,22 @@ class ExpertCall:
         up, down: the first product's matrices, and the last one's; others of the same formats may be given to `run`.
         gate: between the products.
         compute: dtype that rows are rounded to before products, see model.linear.Product.
+        memory: that it may use; None for memory of its own.
     """
 
     def __init__(
-        self, kernels: NativeKernels, up: Stacked, gate: ExpertGate, down: Stacked, compute: base.Compute | None
+        self,
+        kernels: NativeKernels,
+        up: Stacked,
+        gate: ExpertGate,
+        down: Stacked,
+        compute: base.Compute | None,
+        memory: ExpertMemory | None = None,
     ) -> None:
         structs.check(kernels.library)
         self._run = structs.bound(kernels.library, "experts", c_int64)
         self._bytes = structs.bound(kernels.library, "experts_bytes", c_int64)
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = memory or ExpertMemory()
         steps, first = kernels.steps(), [matrix.tensors for matrix in (up, down)]
         columns = up.form.columns if up.form else up.weight.shape[1 if up.across else 2]
         x = steps.new((1, columns))
@@ -195,9 +221,7 @@ class ExpertCall:
         )
         offsets = np.cumsum([0, *(-(-size * call.capacity // ALIGNED) * ALIGNED for size in self._row_bytes)])
         needed = self._bytes(ctypes.addressof(call)) + int(offsets[-1]) + ALIGNED
-        memory = self._memory if needed <= self._memory.nbytes else torch.empty(needed, dtype=torch.uint8)
-        if needed <= _KEPT:
-            self._memory = memory
+        memory = self._memory.take(needed)
         start = -(-memory.data_ptr() // ALIGNED) * ALIGNED
         self._bases[: len(given)], self._bases[len(given) :] = given, start + offsets[:-1]
         call.inputs, call.outputs = (start + int(offsets[i]) for i in (self._input, self._output))

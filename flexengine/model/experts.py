@@ -15,14 +15,27 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from flexengine import kernels
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.cuda import has_grouped_product
-from flexengine.kernels.experts import ExpertCall, ExpertGate, Stacked
+from flexengine.kernels.experts import ExpertCall, ExpertGate, ExpertMemory, Stacked
 from flexengine.kernels.structs import CODES
 from flexengine.model.forward import Rows, pause
 from flexengine.model.gates import find_gate
 from flexengine.model.linear import Product, unwatched
 
 EXPERTS, GROUPED = "flexengine", "grouped_mm"
-_calls: WeakKeyDictionary[Product, dict[Any, ExpertCall]] = WeakKeyDictionary()  # by format of the experts
+_calls: WeakKeyDictionary[Product, "_Calls"] = WeakKeyDictionary()
+
+
+class _Calls(NamedTuple):
+    """The native calls of a model, and the memory that they share."""
+
+    formats: dict[Any, ExpertCall]  # by format of the experts
+    memory: ExpertMemory
+
+
+def release(product: Product) -> None:
+    """Drop the memory that native calls keep for the experts of a model. product: of the model."""
+    if (calls := _calls.get(product)) is not None:
+        calls.memory.release()
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -105,10 +118,10 @@ def native_experts(module: Any, hidden: Tensor) -> NativeExperts | None:
         first, last = _stacked(module, "gate_up_proj" if module.has_gate else "up_proj"), _stacked(module, "down_proj")
         if gate is None or first is None or last is None:
             return None
-        formats = _calls.setdefault(product, {})
+        formats, memory = _calls.setdefault(product, _Calls({}, ExpertMemory()))
         key = (first.format, last.format, gate, product.compute, native)
         if (call := formats.get(key)) is None:
-            call = formats[key] = ExpertCall(native, first, gate, last, product.compute)
+            call = formats[key] = ExpertCall(native, first, gate, last, product.compute, memory)
         return NativeExperts(call, (first, last))
 
 

@@ -27,10 +27,12 @@ def find_gate(module: Any, kernels: NativeKernels) -> ExpertGate | None:
     its fp32 results on random numbers, small and large ones.
     """
     try:
-        gate = _probed(module)
-        return gate if gate is not None and _equal(module, gate, kernels) else None
+        if (gate := _probed(module)) is None:
+            return None
+        pairs = [(x, _apply(module, x)) for x in _numbers(gate)]
     except Exception:  # code of any model
         return None
+    return gate if all(_close(gated(kernels, gate, x), wanted) for x, wanted in pairs) else None
 
 
 def _apply(module: Any, x: Tensor) -> Tensor:
@@ -80,13 +82,16 @@ def _short(x: float) -> float:
     return float(f"{x:.7g}")
 
 
-def _equal(module: Any, gate: ExpertGate, kernels: NativeKernels) -> bool:
-    """Return whether the kernel's results equal the module's."""
+def _numbers(gate: ExpertGate) -> list[Tensor]:
+    """Return small and large random inputs of the gate, fp32."""
     drawn = torch.randn(4, 24, 2 * 21, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    for scale, x in zip((0.01, 1.0, 10.0, 1000.0), drawn, strict=True):
-        x = (x if gate.gated else x[:, :21].contiguous()) * scale
-        expected = _apply(module, x)
-        least = 1e-6 * float(expected.abs().max())  # GELU cancels digits where it is near 0
-        if expected.dtype != x.dtype or not torch.allclose(gated(kernels, gate, x), expected, rtol=1e-5, atol=least):
-            return False
-    return True
+    drawn = drawn if gate.gated else drawn[..., :21].contiguous()
+    return [x * scale for x, scale in zip(drawn, (0.01, 1.0, 10.0, 1000.0), strict=True)]
+
+
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether the kernel's results equal the module's."""
+    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        return False
+    least = 1e-6 * float(wanted.abs().max())  # GELU cancels digits where it is near 0
+    return torch.allclose(found, wanted, rtol=1e-5, atol=least)

@@ -39,6 +39,7 @@ MAX_FUSED_HEAD_DIM = 256  # most elements of a head in fused attention, as in ke
 SPAN_TOKENS = 512  # tokens of one partial result of fused attention, as in kernels/triton_attention.py
 MIN_GROUP_COLUMNS = 32  # fewest columns of x that share a scale if x is rounded to 8 bits
 CONVERTED = 16 << 20  # bytes of host elements that are converted on the GPU at once, as in tier/cuda.py
+EXPERTS_KEPT = 8 << 20  # bytes that the native call of experts keeps, as in kernels/experts.py
 BLOCK_QUERIES = 1024  # queries per call of attention within a window, as in kernels/reference.py
 CUBLAS = 64 << 20  # bytes of workspaces: at most 32 MiB for each of two streams that multiply
 Array = NDArray[np.float64]
@@ -111,7 +112,8 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     and scratch of kernels: of attention, or of drawing tokens.
 
     Activations per token: a gated FFN has gate, up and their product of `width` elements each, the residual, its norm
-    and casts. Attention has q, k, v with and without rotation.
+    and casts. Attention has q, k, v with and without rotation. The native call of experts keeps rows of all chosen
+    experts: input and result, before and after the gate, and rounded, beside a struct for each step.
     """
     tokens = batch_tokens(policy, workload)
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
@@ -122,7 +124,9 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
         logits = max(logits, 3 * model.logits * rows)
     threads = min(model.drawing, policy.gpu_batch_size, workload.count or 1)
     drawn = 0 if model.leaves else threads * aligned(DRAWN * model.vocabulary + ALIGN)
-    return aligned(tokens * moment * model.itemsize + logits + max(model.scratch, drawn))
+    row = (3 * model.hidden + 4 * model.width) * model.itemsize + 1024
+    experts = 0 if model.gpu else min(EXPERTS_KEPT, tokens * model.active * row)
+    return aligned(tokens * moment * model.itemsize + logits + max(model.scratch, drawn) + experts)
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:

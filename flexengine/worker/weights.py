@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import pairwise
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Mover, Regions, Transfer, part_of, spread
 from flexengine.worker.resident import ResidentReads
 
+TURNED = 4 << 20  # bytes; most memory outside the ledgers for a matrix that is transposed
 Pieces = list[Region]  # the bytes of a tensor, in order
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # by name of a tensor: pieces and shape
 Pair = tuple[Region, Tensor]  # source and target of a read
@@ -289,6 +291,8 @@ class Weights:
                 param.bind(_parameter(torch.empty(param.shape, dtype=self.dtype, device="meta")))
                 _unpacked(param)  # the next job may read these experts on demand
         release(self.skeleton.model)
+        if self.skeleton.experts:
+            resolve_name("flexengine.model.experts:release")(self.skeleton.product)
         self.arrivals.close()
         self._regions.free()
         for held in (self._pieces, self._resident, self._views, self._in_slot, self._slots, self._stages):
@@ -307,13 +311,15 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 def _pack(param: ParamRef, weight: Tensor) -> None:
     """Reorder a weight that only products read, and note it in its module. Matrices of experts that are stored as
-    [in, out] are transposed before."""
+    [in, out] are transposed before, unless that takes more than TURNED bytes; kernels also read them as they are."""
     pack = kernels.load().pack
     if param.linear:
         param.module.packed = pack(weight)  # type: ignore[assignment]
         return
     count, rows, columns, across = param.matrix or (0, 0, 0, False)
     for matrix, own in zip(weight, weight.view(count, rows, columns), strict=True) if count else ():
+        if across and matrix.nbytes > TURNED:
+            return
         if across:
             matrix = matrix.t().contiguous()
         if not pack(matrix):

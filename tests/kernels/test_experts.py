@@ -128,8 +128,8 @@ def test_sums(
     x = torch.randn(90, hidden + 7)[:, :hidden]
     chosen, shares = routed(90)
     whole = run(call, pair, x, chosen, shares)
-    # An encoded weight, and a bf16 one, round x to bf16, and a CPU that multiplies pairs of bf16 rounds the weight, too.
-    # x rounded to int8 has 127 steps up to the largest number.
+    # An encoded weight, and a bf16 one, round x to bf16; a CPU that multiplies pairs of bf16 rounds the weight, too. x
+    # rounded to int8 has 127 steps up to the largest number.
     rounds = compute == "bf16" and kind != "float16"
     if rounds and native.bf16:
         up, down = ((stacked, w.bfloat16().double()) for stacked, w in (up, down))

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from flexengine.kernels import load
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.experts import ExpertGate
-from flexengine.model import experts
+from flexengine.kernels.experts import ExpertGate, ExpertMemory
+from flexengine.model import experts, gates
 from flexengine.model.gates import find_gate
 from flexengine.model.linear import Product, use_product
 from flexengine.model.skeleton import ParamRef
+from flexengine.plan.sizes import EXPERTS_KEPT
 from flexengine.worker import weights
 
 HIDDEN, INNER, EXPERTS, TOP = 48, 36, 5, 2
@@ -47,7 +48,8 @@ def native(two_threads: None) -> NativeKernels:
 
 
 def made(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """Return random experts of a class, computed by the engine, and the same ones as transformers computes them."""
+    """Return random experts of a class, computed by the engine, and the same ones as transformers computes them.
+    dtype: of matrices; biases are held in fp32."""
     config = SimpleNamespace(**SIZES | options, _experts_implementation="eager")
     module = resolve_name(f"transformers.models.{name}")(config)
     for p in module.parameters():
@@ -117,6 +119,20 @@ def test_other_gates_are_computed_one_by_one(gate: Any) -> None:
     torch.testing.assert_close(module(x, chosen, shares).double(), expected, atol=2e-5, rtol=2e-5)
 
 
+def test_a_fault_of_the_kernels_is_no_other_gate(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised; a fault of the module's code, as of `raising`, means a gate that the kernels do not compute."""
+
+    def raising(*args: Any) -> Any:
+        raise MemoryError("no room")
+
+    module, _ = made("mixtral.modeling_mixtral:MixtralExperts")
+    monkeypatch.setattr(gates, "gated", raising)
+    with pytest.raises(MemoryError, match="no room"):
+        find_gate(module, native)
+    module.__dict__["_apply_gate"] = raising
+    assert find_gate(module, native) is None
+
+
 def test_watched_experts_are_computed_one_by_one() -> None:
     module, own = made("qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts")
     seen = dict[str, list[int]](gate_up_proj=[], down_proj=[])
@@ -159,3 +175,42 @@ def test_the_call_gives_the_sums_of_single_products() -> None:
     module, _ = made("nemotron_h.modeling_nemotron_h:NemotronHExperts", mlp_hidden_act="relu")
     x, chosen, shares = tokens(20)
     assert torch.equal(module(x, chosen, shares), one_by_one(module, x, chosen, shares))
+
+
+def test_large_matrices_across_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transposed copy of one would take memory that no ledger has."""
+    module, _ = made("gpt_oss.modeling_gpt_oss:GptOssExperts", hidden_size=70, intermediate_size=72)
+    param = ParamRef(module, "gate_up_proj", tuple(module.gate_up_proj.shape))
+    before = module.gate_up_proj.data.clone()
+    monkeypatch.setattr(weights, "TURNED", before[0].nbytes - 1)
+    weights._pack(param, module.gate_up_proj.data)
+    assert torch.equal(module.gate_up_proj.data, before)
+    assert "packed" not in module.__dict__
+    monkeypatch.setattr(weights, "TURNED", before[0].nbytes)
+    weights._pack(param, module.gate_up_proj.data)
+    assert module.packed == {"gate_up_proj"}
+
+
+def test_calls_of_a_model_share_memory_that_ends_with_the_job() -> None:
+    (one, _), (two, _) = (
+        made("qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts", moe_intermediate_size=n) for n in (36, 40)
+    )
+    use_product(nn.ModuleList([two]), one.product)
+    assert one.product is two.product
+    some = tokens(9)
+    first = one(*some)
+    two(*some)
+    calls = experts._calls[one.product]
+    assert len(calls.formats) == 2
+    assert {id(call._memory) for call in calls.formats.values()} == {id(calls.memory)}
+    assert calls.memory.block.nbytes
+    experts.release(one.product)
+    assert not calls.memory.block.nbytes
+    assert torch.equal(one(*some), first)
+    experts.release(Product(torch.float32))  # of a model without calls
+
+
+def test_more_memory_than_is_booked_does_not_stay() -> None:
+    memory = ExpertMemory()
+    assert memory.take(EXPERTS_KEPT).data_ptr() == memory.take(100).data_ptr()
+    assert memory.take(EXPERTS_KEPT + 1).nbytes > EXPERTS_KEPT == memory.block.nbytes
