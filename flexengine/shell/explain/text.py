@@ -105,7 +105,7 @@ def policy_words(policy: Policy) -> list[str]:
     if policy.delegates:
         where = "on the host"
         if policy.delegate == ALL_CACHE:
-            where = "off the device; pages of disks are read to host RAM" if policy.cache[1] else "on a disk"
+            where = "off the device" if policy.cache[1] else "on a disk"
         lines.append(f"            attention is delegated: the CPU computes it for sequences whose cache is {where}")
     if policy.queries_first:
         lines.append("            queries go first: workers attend to cached tokens while keys and values are computed")
