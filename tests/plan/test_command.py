@@ -214,7 +214,7 @@ def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
                  "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty",
                  "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run", "--secret-file",
                  "--strategy", "--interface", "--ray", "--actors", "--shard-rows",
-                 "--attention-workers", "--worker-mem"}  # fmt: skip
+                 "--attention-workers", "--worker-mem", "--engines"}  # fmt: skip
     assert names(run.parser()) - names(command.parser()) == elsewhere
 
 

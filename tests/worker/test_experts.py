@@ -73,12 +73,13 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def union(known: Mixture, prompts: list[list[int]], answers: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
-    """Return, by sweep of a block of all prompts, its tokens and the number of experts that they chose in each
-    layer."""
+    """Return, by sweep of a block of all prompts, its tokens and the number of experts that they chose in each layer.
+    In the last one, only tokens with logits choose: of a prompt, the last."""
     choices = [known.chosen(p + a[:-1]) for p, a in zip(prompts, answers, strict=True)]
     for n in range(NEW):
         spans = [range(len(p)) if n == 0 else range(len(p) + n - 1, len(p) + n) for p in prompts]
-        layers = [len(set().union(*(c[j][t] for c, span in zip(choices, spans, strict=True) for t in span)))
+        layers = [len(set().union(*(c[j][t] for c, span in zip(choices, spans, strict=True)
+                                    for t in (span if j < LAYERS - 1 else span[-1:]))))
                   for j in range(LAYERS)]  # fmt: skip
         yield sum(map(len, spans)), layers
 
