@@ -20,6 +20,7 @@ from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
 from flexengine.model import experts
 from flexengine.schedule.tasks import Op, Task
+from flexengine.worker import weights
 from flexengine.worker.worker import Worker
 from tests.helpers.families import FAMILIES, NEW
 
@@ -100,6 +101,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = CudaKernels(fused=False)
     monkeypatch.setattr(kernels, "load_for", lambda device: plain)
     monkeypatch.setattr(experts, "has_grouped_product", lambda x: True)
+    monkeypatch.setattr(weights, "_pack", lambda param, weight: None)  # a GPU's weights keep their order
     monkeypatch.setattr(reference, "check_pages", lambda pages, room: None)  # on a GPU tables are trusted
     watched(monkeypatch)
 
