@@ -105,17 +105,6 @@ def test_halves_of_layers_and_pages_of_a_disk_take_what_the_clock_says(
     assert told.seconds == pytest.approx(walked.seconds, rel=error)
 
 
-@pytest.mark.parametrize("weights", [(0.2, 0.8, 0), (0.7, 0.3, 0), DEVICE])
-@pytest.mark.parametrize("delegate", ["host", "all"])
-def test_pages_of_a_disk_wait_for_attention_on_the_host(weights: Split, delegate: str) -> None:
-    """Pages that are loaded to the device cross its link after the answers of the host. OPT-30B, 128/48, a part of its
-    layers."""
-    hardware = Hardware.load(shipped.find("hardware", "t4-16gb_208gb_ssd"))
-    policy = Policy(48, 7, weights, (0.057, 0.755, 0.188), DEVICE, 2, "zigzag", 2048, delegate=delegate)
-    told, walked = both(opt(3, 7168, 56), hardware, Workload({(128, 48): 336}), policy)
-    assert told.seconds == pytest.approx(walked.seconds, rel=0.1)
-
-
 def test_latency_is_how_long_rows_live() -> None:
     rng = random.Random(3)
     for schedule in ("zigzag", "continuous"):
