@@ -51,7 +51,7 @@ def test_model(families: Any, tmp_path: Path, family: str) -> None:
         assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
 
 
-@pytest.mark.parametrize(("family", "native"), [("llama", True), ("qwen3-moe", False)])
+@pytest.mark.parametrize(("family", "native"), [("llama", True), ("qwen3-moe", True)])
 def test_layers_in_one_call(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, native: bool
 ) -> None:

@@ -79,9 +79,10 @@ def use_native_layers(
     for module, key in zip(layers, keys, strict=True):
         event, call = attends[module.index], calls[module.index]
         if key not in kinds:
-            alike = [m for m, other in zip(layers, keys, strict=True) if other == key]
+            alike = [m.index for m, other in zip(layers, keys, strict=True) if other == key]
             failed = partial(_note, reasons, alike)
-            kinds[key] = _kind(_Trial(module.layer, model.config, event, call, adapt), scratch, failed)
+            trial = _Trial(type(module.layer), model.config, event, call, adapt)
+            kinds[key] = _kind(trial, module.layer, scratch, failed)
         if isinstance(kind := kinds[key], str):
             reasons[module.index] = kind
         else:
@@ -95,8 +96,8 @@ def use_native_layers(
     return reasons
 
 
-def _note(reasons: dict[int, str], layers: list[PausingLayer]) -> None:
-    reasons.update({module.index: _FAILED for module in layers})
+def _note(reasons: dict[int, str], layers: list[int]) -> None:
+    reasons.update(dict.fromkeys(layers, _FAILED))
 
 
 def _settings(layer: Any, event: Attend) -> Any:
@@ -114,13 +115,13 @@ def _width(call: Call) -> int:
     return int(positions[0].shape[-1]) if isinstance(positions, tuple) else 0
 
 
-def _kind(trial: "_Trial", scratch: Scratch, failed: Callable[[], None]) -> LayerKind | str:
+def _kind(trial: "_Trial", layer: nn.Module, scratch: Scratch, failed: Callable[[], None]) -> LayerKind | str:
     """Return what layers of equal settings share, or the reason why they run their modules. failed: called if calls do
     not compute what the modules do."""
     try:
         run, _ = trial.run(small := trial.small(_WEIGHTS[0]))
         record = Reader(run).record()
-        fitting = _fitting(record, small, trial.layer)
+        fitting = _fitting(record, small, layer)
     except Undescribed as error:
         return str(error)
     except Exception as error:  # the layer needs what a trial does not have
@@ -167,8 +168,8 @@ def _ends(model: Any) -> bool:
 class _Trial:
     """Small layers of a class, with a model's config and the number of a layer. Arguments as in `use_native_layers`."""
 
-    def __init__(self, layer: Any, config: Any, event: Attend, call: Call, adapt: Callable[[Any], None]) -> None:
-        self.layer, self._config, self._call, self._adapt = layer, config.get_text_config(), call, adapt
+    def __init__(self, cls: Any, config: Any, event: Attend, call: Call, adapt: Callable[[Any], None]) -> None:
+        self._class, self._config, self._call, self._adapt = cls, config.get_text_config(), call, adapt
         self._index, self._dim, self._width = event.layer, event.q.shape[-1], _width(call)
         share = event.q.shape[1] // event.k.shape[1]
         self._kv_heads = _HEADS if share == 1 else 1 if event.k.shape[1] == 1 else _HEADS // 2
@@ -182,7 +183,7 @@ class _Trial:
                     setattr(config, name, size)
         config._attn_implementation, config._experts_implementation_internal = ATTENTION, "eager"
         with torch.random.fork_rng(devices=[]):
-            small: nn.Module = type(self.layer)(config, self._index).float().eval().requires_grad_(False)
+            small: nn.Module = self._class(config, self._index).float().eval().requires_grad_(False)
         self._adapt(small)
         for tensor in small.parameters():
             tensor.copy_(torch.randn(tensor.shape, generator=rng) * (weights if tensor.dim() > 1 else 1.0))
