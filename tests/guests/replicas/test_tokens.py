@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.replicas.worker import TurnsWorker
+from flexengine.engine.rates import RateStore
 from flexengine.kernels import recycled
 from flexengine.model import build
 from flexengine.model.linear import FastLinear
@@ -109,6 +110,7 @@ def test_no_projection_is_computed_twice(families: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(FastLinear, "forward", counted)
     monkeypatch.setattr(build, "use_native_layers", lambda *_: {})
+    monkeypatch.setattr(RateStore, "measure_quickly", lambda *_: False)  # products of measurements are not counted
     fields, found = dict(gpu_batch_size=3, num_gpu_batches=3, cache=ALL), list[Counter[str]]()
     for engines, order in ((1, "fixed"), (2, "rotational")):
         calls.clear()
