@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flexengine import Engine, Policy, SamplingParams
+from flexengine.engine.rates import RateStore
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.replicas.worker import TurnsWorker
-from flexengine.engine.rates import RateStore
 from flexengine.kernels import recycled
 from flexengine.model import build
 from flexengine.model.linear import FastLinear
