@@ -48,6 +48,7 @@ def test_unlike_stages_are_told_apart() -> None:
         assert seconds[place] > 1.5 * seconds[3 - place]
 
 
+@pytest.mark.slow
 def test_stages_with_other_layers_search_blocks_of_their_own() -> None:
     """Alike machines, with as many layers, of which some are encoded."""
     mixed = tuple(
