@@ -127,14 +127,13 @@ def _kind(trial: "_Trial", layer: nn.Module, scratch: Scratch, failed: Callable[
     except Exception as error:  # the layer needs what a trial does not have
         return f"a small layer of its class fails alone ({type(error).__name__}: {str(error)[:80]})"
 
-    def proven() -> bool:
-        if not isinstance(kernels.load(), NativeKernels):
-            return False
-        if not (passes := trial.passes(record)):
+    @cache
+    def passes() -> bool:
+        if not (found := trial.passes(record)):
             failed()
-        return passes
+        return found
 
-    return LayerKind(fitting, cache(proven), scratch)
+    return LayerKind(fitting, lambda: isinstance(kernels.load(), NativeKernels) and passes(), scratch)
 
 
 def _fitting(record: LayerRecord, small: nn.Module, layer: nn.Module) -> LayerRecord:

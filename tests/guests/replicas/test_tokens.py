@@ -19,6 +19,7 @@ from flexengine.kernels import recycled
 from flexengine.model import build
 from flexengine.model.linear import FastLinear
 from flexengine.schedule.tasks import Op, Task
+from flexengine.worker import open_model
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.families import FAMILIES, NEW, prompts_of, reference
 from tests.helpers.replicas import ThreadReplica
@@ -110,6 +111,7 @@ def test_no_projection_is_computed_twice(families: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(FastLinear, "forward", counted)
     monkeypatch.setattr(build, "use_native_layers", lambda *_: {})
+    monkeypatch.setattr(open_model, "build", build.build)  # neither from the skeletons of other tests, nor for them
     monkeypatch.setattr(RateStore, "measure_quickly", lambda *_: False)  # products of measurements are not counted
     fields, found = dict(gpu_batch_size=3, num_gpu_batches=3, cache=ALL), list[Counter[str]]()
     for engines, order in ((1, "fixed"), (2, "rotational")):
