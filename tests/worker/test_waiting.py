@@ -19,8 +19,9 @@ from flexengine.kernels import reference
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
 from flexengine.model import experts
+from flexengine.model.build import build
 from flexengine.schedule.tasks import Op, Task
-from flexengine.worker import weights
+from flexengine.worker import open_model, weights
 from flexengine.worker.worker import Worker
 from tests.helpers.families import FAMILIES, NEW
 
@@ -102,6 +103,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "load_for", lambda device: plain)
     monkeypatch.setattr(experts, "has_grouped_product", lambda x: True)
     monkeypatch.setattr(weights, "_pack", lambda param, weight: None)  # a GPU's weights keep their order
+    # Skeletons are not shared with other tests: under the watch, trials of native layers fail.
+    monkeypatch.setattr(open_model, "build", build)
     monkeypatch.setattr(reference, "check_pages", lambda pages, room: None)  # on a GPU tables are trusted
     watched(monkeypatch)
 
