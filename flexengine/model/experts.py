@@ -118,10 +118,11 @@ def native_experts(module: Any, hidden: Tensor) -> NativeExperts | None:
         first, last = _stacked(module, "gate_up_proj" if module.has_gate else "up_proj"), _stacked(module, "down_proj")
         if gate is None or first is None or last is None:
             return None
-        formats, memory = _calls.setdefault(product, _Calls({}, ExpertMemory()))
+        if (calls := _calls.get(product)) is None:
+            calls = _calls[product] = _Calls({}, ExpertMemory())
         key = (first.format, last.format, gate, product.compute, native)
-        if (call := formats.get(key)) is None:
-            call = formats[key] = ExpertCall(native, first, gate, last, product.compute, memory)
+        if (call := calls.formats.get(key)) is None:
+            call = calls.formats[key] = ExpertCall(native, first, gate, last, product.compute, calls.memory)
         return NativeExperts(call, (first, last))
 
 

@@ -189,7 +189,7 @@ class _Trial:
         return small
 
     def run(self, layer: nn.Module) -> tuple[LayerRun, Any]:
-        """LayerRun a small layer's modules. Return the run, and the layer's cosines and sines as it got them."""
+        """Run a small layer's modules. Return the run, and the layer's cosines and sines as it got them."""
         rng = torch.Generator().manual_seed(1)
         x = torch.randn(1, _TOKENS, _SMALL["hidden_size"], generator=rng)
         positions: Any = None

@@ -169,7 +169,7 @@ def test_a_lost_engine_ends_the_job(families: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 def test_a_stopped_job_leaves_the_engines_usable(families: Any) -> None:
-    """Answers of slices that nobody takes back are dropped before the next job."""
+    """Before the next job, the first engine reads and drops the answers of a replica that an interrupted job left."""
     known = families("llama")
     policy = Policy(gpu_batch_size=3, num_gpu_batches=3, cache=ALL, order="rotational")
     greedy = SamplingParams(max_tokens=NEW, ignore_eos=True)
