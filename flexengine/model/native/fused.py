@@ -28,8 +28,9 @@ _norms = dict[Any, NormRecord | None]()  # by settings of a module: class, plain
 _acts = dict[Any, str | None]()
 
 
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    plain = (item for item in vars(module).items() if isinstance(item[1], bool | int | float | str))
+def settings_of(module: nn.Module, but: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """Return the class and the plain attributes of a module, without its children's. but: names to leave out."""
+    plain = (x for x in vars(module).items() if isinstance(x[1], bool | int | float | str) and x[0] not in but)
     return type(module), *plain
 
 
@@ -50,7 +51,7 @@ def norm_in(module: nn.Module) -> NormRecord | None:
         return None
     if sum(x.numel() for x in module.parameters()) > _MOST_NUMBERS:  # others are not filled with random numbers
         return None
-    key = (*_settings(module), *((name, x.shape) for name, x in module.named_parameters()))
+    key = (*settings_of(module), *((name, x.shape) for name, x in module.named_parameters()))
     if key not in _norms:
         _norms[key] = norm_of(with_numbers(module))
     return _norms[key]
@@ -88,7 +89,7 @@ def _act_in(module: Any) -> str | None:
         return None
     if any(type(children[name]) not in (FastLinear, nn.Linear) for name in _PROJECTIONS):
         return None
-    key = *_settings(module), *_settings(children["act_fn"])
+    key = *settings_of(module), *settings_of(children["act_fn"])
     if key not in _acts:
         small: Any = copy.copy(module)
         small._modules = {name: with_numbers(nn.Linear(*sizes)) for name, sizes in _PROJECTIONS.items()}

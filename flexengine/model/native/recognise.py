@@ -23,7 +23,7 @@ from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Inputs, Pass, PausingLayer, pausing_layers
 from flexengine.model.linear import Product, use_product
 from flexengine.model.native.describe import CLOSE, POSITIONS, LayerRecord, Undescribed
-from flexengine.model.native.fused import is_norm
+from flexengine.model.native.fused import is_norm, settings_of
 from flexengine.model.native.layer import LayerKind, NativeLayer, Scratch
 from flexengine.model.native.reader import LayerRun, Reader, Seen
 
@@ -36,7 +36,6 @@ _SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "kv_l
 _TOKENS = len(POSITIONS)  # of a trial; no other size is equal
 _WEIGHTS = (0.3, 30.0)  # standard deviations of matrices, of one trial each; large ones exceed limits such as clip_qkv
 _KNOWN = {"transformers", "torch", "flexengine", "builtins"}  # packages whose classes a trial is for
-_PLAIN = (bool, int, float, str)
 _FAILED = "calls of kernels do not compute what a small layer's modules compute"
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a layer in a pass on the meta device
 
@@ -101,12 +100,10 @@ def _note(reasons: dict[int, str], layers: list[int]) -> None:
 
 
 def _settings(layer: Any, event: Attend) -> Any:
-    """Return what layers that compute alike have in common: class, plain attributes of modules but their numbers."""
-    attributes = ((name, *item) for name, m in layer.named_modules() for item in vars(m).items())
-    plain = (x for x in attributes if isinstance(x[2], _PLAIN) and x[1] not in ("layer_idx", "layer_id"))
+    """Return what layers that compute alike have in common: classes, plain attributes of modules but their numbers."""
+    modules = tuple((name, *settings_of(m, ("layer_idx", "layer_id"))) for name, m in layer.named_modules())
     paths = tuple(name for name, _ in layer.named_parameters())
-    classes = tuple((name, type(m)) for name, m in layer.named_modules())
-    return classes, (*plain,), paths, event.q.shape, event.k.shape, event.v.shape, event.scale, event.softcap
+    return modules, paths, event.q.shape, event.k.shape, event.v.shape, event.scale, event.softcap
 
 
 def _width(call: Call) -> int:
