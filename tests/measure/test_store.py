@@ -32,7 +32,7 @@ def test_kept() -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     store.save_rates("0" * 32, hardware())
     assert store.cached("0" * 32) == hardware()
-    assert [path.name for path in file.parent.glob("0*")] == [file.name]
+    assert [path.name for path in file.parent.glob("0" * 32 + "*")] == [file.name]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"name": 1, "kind": "cpu"}', "[" * 100_000])
