@@ -22,7 +22,17 @@ from flexengine.measure.links import WHAT, copies, measure_links, quick_reads
 from flexengine.measure.model import measure_model, random_weights, time_layers
 from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name
 from flexengine.measure.streaming import measure_delegation, measure_streaming
-from flexengine.measure.timing import MAX_CALLS, Borrowed, fill, measuring, noticing, room, seconds_per_call, unnoticed
+from flexengine.measure.timing import (
+    MAX_CALLS,
+    Borrowed,
+    fill,
+    measuring,
+    noticing,
+    room,
+    seconds_per_call,
+    undisturbed,
+    unnoticed,
+)
 from flexengine.model.build import build
 from flexengine.model.tokenizer import Stops
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -57,20 +67,25 @@ RECORDS = "flexengine.guests.flash.model:measure_blocks"  # imported for models 
 def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path]) -> Hardware:
     """Return the rates that do not depend on the model, without capacities. Takes about twenty seconds."""
     began, crosstalk = time.perf_counter(), dict[str, dict[str, float]]()
-    with noticing():
-        with measuring("the rates of disk and memory", "machine", "10 s"):
-            links = measure_links(machine, checkpoint)
-        with measuring("the rates of products and attention", "machine", "10 s"):
-            rates = measure_kernels(machine, dtype)
-            with torch.no_grad(), unnoticed(machine):
-                rates |= dict(cell_seconds=cell_seconds(machine, dtype), task_seconds=task_seconds(machine))
-                rates["sweep_seconds"], rates["sequence_seconds"] = sweep_seconds(machine, dtype, SECONDS)
-        if time.perf_counter() - began < PATIENCE * len(machine.disks):
-            with measuring("how much computing and transfers slow each other", "machine", "5 s"):
-                crosstalk = measure_crosstalk(machine, checkpoint)
+    with measuring("the rates of disk and memory", "machine", "10 s"):
+        links = undisturbed(lambda: measure_links(machine, checkpoint))
+    with measuring("the rates of products and attention", "machine", "10 s"):
+        rates = undisturbed(lambda: _computing(machine, dtype))
+    if time.perf_counter() - began < PATIENCE * len(machine.disks):
+        with measuring("how much computing and transfers slow each other", "machine", "5 s"):
+            crosstalk = undisturbed(lambda: measure_crosstalk(machine, checkpoint))
     more = (None,) * (len(machine.disks) - 1)
     return Hardware(machine_name(machine), machine.kind, None, None, None, more_disks=more, crosstalk=crosstalk,
                     measured=True, **links, **rates)  # fmt: skip
+
+
+def _computing(machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the rates of kernels and of the engine's own overhead, by field of `Hardware`."""
+    rates = measure_kernels(machine, dtype)
+    with torch.no_grad(), unnoticed(machine):
+        rates |= dict(cell_seconds=cell_seconds(machine, dtype), task_seconds=task_seconds(machine))
+        rates["sweep_seconds"], rates["sequence_seconds"] = sweep_seconds(machine, dtype, SECONDS)
+    return rates
 
 
 def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict[str, Mapping[str, Any]]:
@@ -78,24 +93,25 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
     facts, name = opened.facts, opened.facts.signature(0)
     fields = ("layers", "fused", "heads", "streaming", "attention", "delegation", "blocks")
     found: dict[str, dict[str, Any]] = {field: {} for field in fields}
-    with noticing():
-        if not knows_products(hardware, facts):
-            with measuring("this model's layers", "model", "10 s"):
-                found |= measure_layers(opened, machine)
-        if not knows_attention(hardware, facts):
-            with measuring("this model's attention", "model", "2 s for each shape"):
-                found["attention"] = {**measure_attention(opened, machine)}
-        if not found["layers"] and not knows_fused(hardware, facts):
-            found["fused"] = measure_fused(opened, machine)
-        if not knows_blocks(hardware, facts):
-            with measuring("records of this model's neurons", "model", "10 s"):
-                found["blocks"] = {**resolve_name(RECORDS)(opened, machine)}
-        table = found["layers"].get(name) or hardware.layers.get(name)
-        if table and name not in hardware.streaming:
-            mutual = measure_streaming(opened, machine, table, hardware.checkpoint_read)
-            found["streaming"] = {name: mutual} if mutual else {}
-        if name not in hardware.delegation and (lost := measure_delegation(opened, machine)) is not None:
-            found["delegation"] = {name: lost}
+    if not knows_products(hardware, facts):
+        with measuring("this model's layers", "model", "10 s"):
+            found |= undisturbed(lambda: measure_layers(opened, machine))
+    if not knows_attention(hardware, facts):
+        with measuring("this model's attention", "model", "2 s for each shape"):
+            found["attention"] = undisturbed(lambda: {**measure_attention(opened, machine)})
+    if not found["layers"] and not knows_fused(hardware, facts):
+        found["fused"] = undisturbed(lambda: measure_fused(opened, machine))
+    if not knows_blocks(hardware, facts):
+        with measuring("records of this model's neurons", "model", "10 s"):
+            found["blocks"] = undisturbed(lambda: {**resolve_name(RECORDS)(opened, machine)})
+    table = found["layers"].get(name) or hardware.layers.get(name)
+    if table and name not in hardware.streaming:
+        reads = hardware.checkpoint_read
+        mutual = undisturbed(lambda: measure_streaming(opened, machine, table, reads))
+        found["streaming"] = {name: mutual} if mutual else {}
+    if name not in hardware.delegation:
+        lost = undisturbed(lambda: measure_delegation(opened, machine))
+        found["delegation"] = {name: lost} if lost is not None else {}
     return {**found}
 
 

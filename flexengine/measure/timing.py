@@ -150,8 +150,8 @@ def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[Runn
 
 @contextmanager
 def noticing(remedy: str = AGAIN) -> Iterator[list[float]]:
-    """Report after the block, with a remedy, if other programs used cores that this process needed. Yield a list, to
-    which the number of these cores is then added if they are many (SPOILED)."""
+    """Report after the block if other programs used cores that this process needed. Yield a list, to which the number
+    of these cores is then added if they are many (SPOILED). remedy: end of the message if they are many."""
     others, began, noticed = _others_seconds(), time.perf_counter(), list[float]()
     yield noticed
     if (seconds := time.perf_counter() - began) < NOTICED:
@@ -161,9 +161,20 @@ def noticing(remedy: str = AGAIN) -> Iterator[list[float]]:
         noticed += [cores] if missing > SPOILED * threads else []
         message(
             f"other programs kept {cores:.1f} cores busy during the measurement; the measured rates may be too low,"
-            f" {remedy}",
+            f" {remedy if noticed else AGAIN}",
             logging.WARNING,
         )
+
+
+def undisturbed(measure: Callable[[], T]) -> T:
+    """Return what `measure` returns. It is called a second time if other programs used much of the cores during the
+    first call (SPOILED)."""
+    with noticing("so they are measured again now") as disturbed:
+        found = measure()
+    if disturbed:
+        with noticing():
+            found = measure()
+    return found
 
 
 def _others_seconds() -> float:

@@ -15,7 +15,7 @@ from flexengine import Engine, Lossy, Policy
 from flexengine.engine.options import MachineOptions
 from flexengine.engine.rates import this_machine
 from flexengine.measure import machine as machine_rates
-from flexengine.measure import store
+from flexengine.measure import store, timing
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.rates import Rates
 from flexengine.tier.machine import Machine
@@ -184,7 +184,7 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The machine is measured once, each model once, and what is free is asked for every time."""
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
     measured = list[str]()
-    monkeypatch.setattr(machine_rates, "noticing", nullcontext)
+    monkeypatch.setattr(timing, "noticing", lambda *_: nullcontext([]))
     monkeypatch.setattr(machine_rates, "measure_machine", lambda *_: measured.append("machine") or hardware())
 
     def ask(family: str, measure: bool, memory: int) -> Hardware | None:

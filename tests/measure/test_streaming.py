@@ -188,6 +188,38 @@ def test_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(heard) == 2
 
 
+@pytest.mark.parametrize(
+    ("busy", "calls", "remedies"),
+    [
+        ((0.0,), 1, []),
+        ((1.0,), 1, ["measure again when"]),
+        ((3.5, 0.0), 2, ["measured again now"]),
+        ((3.5, 3.5), 2, ["measured again now", "measure again when"]),
+    ],
+)
+def test_what_others_disturbed_is_measured_again_once(
+    busy: tuple[float, ...], calls: int, remedies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """busy: cores that other programs use beside each call, of four, all of which measuring needs."""
+    clock, used, count = [0.0], [100.0], [0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "_others_seconds", lambda: used[0])
+    monkeypatch.setattr(timing, "NOTICED", 0.5)
+    monkeypatch.setattr(timing.psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+    def measure() -> int:
+        clock[0] += 10
+        used[0] += 10 * busy[count[0]]
+        count[0] += 1
+        return count[0]
+
+    with listening() as heard:
+        assert timing.undisturbed(measure) == calls == count[0]
+    assert len(heard.messages) == len(remedies)
+    assert all(remedy in said for remedy, said in zip(remedies, heard.messages, strict=True))
+
+
 def test_room(at: Callable[..., Machine]) -> None:
     machine = at("sim", 1000 * 4096)
     taken = machine.device.allocate(200 * 4096, "weights")
