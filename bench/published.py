@@ -10,9 +10,10 @@ pages of 16 tokens are not divided, tokens are rounded down to whole pages: by 6
 delegation, halves of layers and compression are those of the policy files.
 
 LAYERS has the layers of shapes that would take too long here; the limits are then smaller by what the other layers
-would hold. One JSON line per policy: whether it fits, peak bytes beside the limits, sweeps (one per generated token if
-the whole block is alive at once), predicted and measured seconds, and rows whose tokens equal those of `transformers`,
-or with 4 bits those of an engine with all on the device. Exits with 1 if a policy does not fit or a token differs.
+would hold, with KV cache of as many tokens as there is room for with all layers. One JSON line per policy: whether
+it fits, peak bytes beside the limits, sweeps (one per generated token if the whole block is alive at once), predicted
+and measured seconds, and rows whose tokens equal those of `transformers`, or with 4 bits those of an engine with all on
+the device. Exits with 1 if a policy does not fit or a token differs.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +122,8 @@ class Run:
         machine, policy = Hardware.load(shipped.find("hardware", MACHINE)), self.policy
         missing = self.config["num_hidden_layers"] - self.shape.layers
         weights = missing * sum(t.stored_bytes for t in facts.layers[0])
-        cache = missing * facts.kv_token * policy.block_size * sum(self.tokens)
+        cached = min(policy.block_size * (sum(self.tokens) - 1), room(self)) if missing else 0
+        cache = missing * facts.kv_token * cached
         held = {tier: weights * shares(policy.weights)[tier] + cache * shares(policy.cache)[tier]
                 for tier in ("device", "host")}  # fmt: skip
         whole = {"device": machine.device_bytes or 0, "host": machine.host_bytes or 0}
@@ -136,8 +139,18 @@ def facts_of(run: Run) -> Any:
         return open_model(folder, None, "sim", weights=False, lossy=run.lossy).facts
 
 
+@cache
+def room(run: Run) -> float:
+    """Return the tokens of KV cache that the memory limits hold with all layers."""
+    found = planned(replace(run, layers=None))
+    if not found["fits"]:
+        raise ValueError(f"{run.name} does not fit with all layers: {found['error']}")
+    return float(found["room"])
+
+
 def planned(run: Run) -> Record:
-    """Return the bytes that the plan takes beside the limits, by tier, and the share of the block that is alive."""
+    """Return the bytes that the plan takes beside the limits, by tier, the share of the block that is alive, and the
+    tokens of KV cache that there is room for."""
     from flexengine.errors import OutOfMemory
     from flexengine.plan.hardware import Capacity
     from flexengine.plan.layout import lay_out
@@ -153,7 +166,7 @@ def planned(run: Run) -> Record:
         return {"fits": False, "limits": limits, "error": str(error)}
     alive = sum(min(pool.pages // pool.held(work.longest) for pool in pools) for pools in layout.pools.values())
     return {"fits": True, "limits": limits, "bytes": {tier: layout.total(tier) for tier in layout.places},
-            "alive": min(1.0, alive / run.policy.block_size)}  # fmt: skip
+            "alive": min(1.0, alive / run.policy.block_size), "room": sum(map(layout.room, layout.pools))}  # fmt: skip
 
 
 def references(run: Run, model: Path, prompts: list[list[int]]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from functools import cache, partial
 
 from bench.papers import flexgen_jobs as jobs
 from bench.papers.flexgen_rates import PAPER
+from bench.papers.flexgen_rates import PUBLISHED as SINGLE
 from bench.papers.tables import Figure, PaperTable, far
 from bench.pipeline.offload import BLOCKS, NEW, PROMPT, Rates, block_rates, facts_of
 from flexengine.plan.formatting import digits
@@ -29,7 +30,7 @@ def rates(size: str, machines: int) -> Rates:
 
 
 def four_machines() -> PaperTable:
-    """Return the rates of four machines, in all and while decoding, and of one while decoding."""
+    """Return the rates of four machines, in all and while decoding, of one while decoding, and what four gain."""
     figures = [figure for size in jobs.SIZES for figure in _figures(size)]
     return PaperTable(
         "flexgen-table3", "FlexGen: four machines with a T4 each", f"{PAPER}, Table 3", "generated tokens per second",
@@ -46,6 +47,19 @@ def _figures(size: str) -> Iterator[Figure]:
     yield far(Figure(f"OPT-{size}, 1 machine, decoding", one.decode, alone), partial(_why_one, size, one))
     gain = Figure(f"OPT-{size}, 4 machines over 1, decoding", four.decode / one.decode, decode / alone)
     yield far(gain, lambda: "both rates differ, see there")
+    prefills = _prefill(total, decode), _prefill(SINGLE[size, PROMPT, False], alone)
+    gain = Figure(f"OPT-{size}, 4 machines over 1, prefill", four.prefill / one.prefill, prefills[0] / prefills[1])
+    yield far(gain, partial(_why_prefill, *prefills, four, one))
+
+
+def _prefill(total: float, decode: float) -> float:
+    """Return the prompt tokens per second that published rates mean: of all generated tokens, and while decoding."""
+    return PROMPT / (NEW / total - (NEW - 1) / decode)
+
+
+def _why_prefill(four: float, one: float, made: Rates, alone: Rates) -> str:
+    return (f"the published rates mean {digits(four)} and {digits(one)} prompt tokens/s; here they are"
+            f" {digits(made.prefill)} and {digits(alone.prefill)}, as {BLOCKS} blocks follow each other")  # fmt: skip
 
 
 def _why_total(size: str, made: Rates) -> str:

@@ -41,6 +41,13 @@ def _pipelines(folder: Path) -> Iterator[Row]:
         yield (f"{line['case']['stages']} stages that stream all weights, beside virtual time",
                f"{short(line['seconds'])} s, simulated {short(line['simulated_seconds'])} s", _tokens(line),
                line["time"][:10])  # fmt: skip
+    if line := found.get("unequal"):
+        seconds, told = line["seconds"], line["predicted_job_seconds"]
+        counts = ", ".join(f"{end - first}" for first, end in line["layers_by_stage"]["planned"])
+        yield (f"{line['case']['stages']} stages of a model with a large head, {counts} layers as planned, beside even"
+               " ones, under the same block, links throttled",
+               f"{short(seconds['planned'])} s (predicted: {short(told['planned'])}), even {short(seconds['even'])} s"
+               f" ({short(told['even'])}): {short(line['ratio'])}x", _tokens(line), line["time"][:10])  # fmt: skip
     if line := found.get("grid"):
         yield (f"{len(line['stages'])} numbers of stages x {len(line['policies'])} policies x"
                f" {' and '.join(line['launchers'])}", f"{line['runs']} runs of {line['rows']} rows",

@@ -204,6 +204,10 @@ class Cost:
             prompts = self._prompt(policy.gpu_batch_size, policy.prefill_tokens)
             last = {lanes[-1] for lanes in routes(self.hardware).load.values() if lanes}
             lanes |= by_lane(waits_for_prompts(lanes, last, self.rates, policy, sweeps, prompts, split), ())
+            if policy.delegates:
+                share = guest("delegation").projection_share(self.model, 0)
+                bounds = guest("delegation").pages_after_answers(lanes, self.hardware, policy, sweeps, split, share)
+                lanes |= by_lane(bounds, ())
             if policy.half_layers:
                 lanes |= by_lane(guest("delegation").half_layers(lanes, last, policy, sweeps), ())
         return lanes

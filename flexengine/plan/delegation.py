@@ -29,11 +29,13 @@ from flexengine.plan.terms import (
     Sweeping,
     Term,
     decode_attention,
+    fraction,
     kind_of,
     routes,
 )
 from flexengine.plan.workload import Workload
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy, shares
+from flexengine.schedule.frame import num_buffers
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes
 
@@ -203,6 +205,51 @@ def half_layers(work: Lanes, last: Iterable[str], policy: Policy, sweeps: Profil
         for name, seconds in (*work["device"].items(), *loads.items()):
             kind, _, place = name.partition("@")
             yield Term(f"{lane} of halves {BESIDE_PROMPTS}", kind, place, whole * seconds)
+
+
+def pages_after_answers(
+    work: Lanes, hardware: Hardware, policy: Policy, sweeps: Profile, split: Mapping[str, float], before: float
+) -> Iterator[Term]:
+    """Yield lower bounds of a sweep without prompts if pages of some gpu_batches are loaded to the device, and other
+    places attend to those of others.
+
+    Delegated gpu_batches come first in a layer (`schedule.batches.interleaved`). So pages cross the link to the device
+    after all answers of the layer, and the cells that need them, and those that finish the layer, follow: attention of
+    the next layer waits for them. If layers end before the next one begins, these are all cells but the first parts of
+    delegated ones; else one delegated cell follows before attention goes on. One bound has the first gpu_batch's pages
+    and all its cells, the other ones have all pages that are not loaded ahead and the last cell that needs them.
+
+    Args:
+        work: seconds by lane and fraction.
+        split: by place, share of the sequences whose cache is there.
+        before: share of q, k and v projections in a layer.
+    """
+    homes, alone = {home: share for home, share in split.items() if share > 0}, sweeps.prompt == 0
+    pages = [home for home in homes if home != DEVICE and policy.attends(home) == DEVICE]
+    elsewhere = {home: share for home, share in homes.items() if policy.attends(home) != DEVICE}
+    closed, share = policy.weights[0] < 1 and policy.slots < 3, sum(elsewhere.values())
+    for place in {policy.attends(home) for home in elsewhere} if pages else ():
+        _, attend, back = routes(hardware).attend[place]
+        own = sum(x for home, x in elsewhere.items() if policy.attends(home) == place)
+        first = share / np.maximum(1, own * sweeps.decoding / policy.gpu_batch_size)
+        last = (1 - before) * share + before * first if closed else first
+        for home in pages:
+            *reads, link = routes(hardware).load[home]
+            if link != back:  # pages of further disks cross on lanes of their own
+                continue
+            batches = np.maximum(1.0, np.ceil(homes[home] * sweeps.decoding / policy.gpu_batch_size))
+            ahead = np.minimum(1.0, num_buffers(policy.slots) / batches)
+            bounds: list[tuple[str, str, Any, Any]] = []
+            bounds += [("first", link, 1 / batches, 1 - share + last), ("all", link, 1.0, homes[home] / batches + last)]
+            bounds += [(f"all {lane}", lane, 1 - ahead, homes[home] / batches + last) for lane in reads]
+            for bound, lane, loaded, computed in bounds:
+                parts: list[tuple[str, str, Any]] = [(attend, name, 1.0) for name in work[attend]]
+                parts += [("device", name, computed) for name in work["device"]]
+                parts += [(lane, name, loaded) for name in work[lane] if name == fraction(CACHE, home)]
+                for one, name, factor in parts:
+                    kind, _, where = name.partition("@")
+                    seconds = np.where(alone, factor * work[one][name], 0.0)
+                    yield Term(f"{attend}, {bound} pages of {home} {BESIDE_PROMPTS}", kind, where, seconds)
 
 
 def terms(data: Sweeping) -> Iterator[Term]:

@@ -8,7 +8,7 @@ Partition `tokens` is left out: merged parts may differ in the last bits, and re
 import logging
 import math
 from dataclasses import replace
-from itertools import product
+from itertools import chain, permutations, product
 from operator import attrgetter
 
 from flexengine.activity import message
@@ -30,7 +30,7 @@ from flexengine.policy import (
     thousandths,
 )
 
-MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
+MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, as many with layers in halves, and rounds
 WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
 # A step may gain nothing: whole tensors move, and the first tensor of a size enlarges the slot.
 MAX_STEPS_WITHOUT_GAIN = 2
@@ -112,23 +112,24 @@ def refine(placement: Placement) -> None:
 
 
 def _moves(placement: Placement) -> tuple[tuple[int, int], ...]:
-    """Return the MOVES, without those of a host that is the device and, with further disks, moves between each of
-    them and the device or the first disk."""
-    further = range(len(TIERS), len(placement.places))
-    moves = MOVES if placement.weights_on_host else tuple(move for move in MOVES if HOST not in move)
-    return moves + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))
+    """Return the MOVES and, with further disks, moves between each of them and every other place; without those of a
+    host that is the device."""
+    further = (move for move in permutations(range(len(placement.places)), 2) if max(move) >= len(TIERS))
+    return tuple(move for move in (*MOVES, *further) if placement.weights_on_host or HOST not in move)
 
 
 def _best(tried: Candidates) -> list[Prediction]:
-    kinds: dict[tuple[str, int], Prediction] = {}
+    kinds: dict[tuple[str, int, bool], Prediction] = {}
     limit = tried.options.latency_limit
 
     def rank(p: Prediction) -> tuple[float, float]:
         return 0.0 if limit is None else max(limit, p.latency), p.total_seconds
 
     for prediction in sorted(tried.predictions.values(), key=rank):
-        kinds.setdefault((prediction.policy.schedule, prediction.policy.block_size), prediction)
-    return list(kinds.values())[:MAX_REFINED]
+        policy = prediction.policy
+        kinds.setdefault((policy.schedule, policy.block_size, policy.half_layers), prediction)
+    some = [[p for p in kinds.values() if p.policy.half_layers == half][:MAX_REFINED] for half in (False, True)]
+    return sorted(chain.from_iterable(some), key=rank)
 
 
 def _try_neighbours(placement: Placement, prediction: Prediction) -> None:

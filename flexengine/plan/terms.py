@@ -9,7 +9,8 @@ KV cache       Whole pages are loaded before a layer computes, and changed pages
 delegated      Queries, keys and values of decoding sequences are copied to the place that computes attention, and the
                output is copied back. Only pages of continued prompts are loaded to the device; pages of decoding
                sequences on a disk are read and written, but cross no link. If queries go first to attention workers,
-               there are two copies, tasks and questions.
+               there are two copies, tasks and questions. Pages that the device attends to cross the link after the
+               answers of others: see `plan.delegation.pages_after_answers`.
 hidden states  Between two layers, hidden states cross the lanes once in each direction.
 chosen values  The device waits for these loads: see `plan.delegation`.
 prompts        A gpu_batch of prompts computes longer than those that decode, and few of these are loaded ahead of it.

@@ -46,7 +46,7 @@ def test_each_fits_as_planned_with_its_whole_block(name: str) -> None:
     found = published.planned(Run(name))
     assert found["fits"]
     assert all(found["bytes"][tier] <= limit for tier, limit in found["limits"].items())
-    assert found["alive"] == 1.0 or name == "opt-175b-4bit"  # docs/machines.md: 135 of its 144 sequences
+    assert found["alive"] == 1.0 or name == "opt-175b-4bit"  # docs/machines.md
 
 
 def test_layers_that_are_left_out_take_their_bytes_from_the_limits() -> None:
@@ -54,7 +54,7 @@ def test_layers_that_are_left_out_take_their_bytes_from_the_limits() -> None:
     whole, part = Run("opt-30b"), Run("opt-30b", layers=10)
     facts = published.facts_of(part)
     limits = whole.limits(published.facts_of(whole)), part.limits(facts)
-    weights, cache = 38 * (12 * 1792**2 + 13 * 1792) * 2, 38 * 144 * 65 * 2 * 1792 * 4
+    weights, cache = 38 * (12 * 1792**2 + 13 * 1792) * 2, 38 * 144 * 64 * 2 * 1792 * 4
     assert limits[0]["device"] - limits[1]["device"] == pytest.approx(0.2 * weights, rel=1e-3)
     assert limits[0]["host"] - limits[1]["host"] == pytest.approx(0.8 * weights + cache, rel=1e-3)
 
@@ -70,15 +70,16 @@ def test_heads_are_divided_or_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "scale", "layers"), [
     ("opt-6.7b", 8, 2), ("opt-6.7b-4bit", 8, 2), ("opt-30b", 4, 2), ("opt-30b-4bit", 4, 1), ("opt-175b", 4, 1),
+    ("opt-175b-4bit", 4, 2),
 ])  # fmt: skip
 def test_it_runs_within_the_limits(tmp_path: Path, name: str, scale: int, layers: int) -> None:
-    """The whole block in as many sweeps as tokens, with the tokens of transformers. OPT-175B in 4 bits is left out: it
-    is about as large as the memory, and the other layers leave too little of that to a few."""
+    """The whole block in as many sweeps as tokens, with the tokens of transformers. Of OPT-175B in 4 bits, the few
+    sequences that find no room enter when the others have ended."""
     run = Run(name, scale, layers)
     found = published.measured(run, tmp_path, checked=3)
     assert found["fits"], found
     assert all(found["peak_bytes"][tier] <= limit for tier, limit in found["limits"].items())
-    assert found["sweeps"] == run.tokens[1]
+    assert found["sweeps"] == run.tokens[1] * (2 if name == "opt-175b-4bit" else 1)
     assert found["rows_equal"] == found["rows_checked"] == min(3, run.policy.block_size)
     assert found["different_rows"] > run.policy.block_size / 2  # the prompts matter
     assert (found["busy"].get("cpu", 0) > 0) == run.policy.delegates

@@ -105,6 +105,29 @@ def test_halves_of_layers_and_pages_of_a_disk_take_what_the_clock_says(
     assert told.seconds == pytest.approx(walked.seconds, rel=error)
 
 
+@pytest.mark.parametrize("weights", [(0.2, 0.8, 0), (0.7, 0.3, 0), DEVICE])
+@pytest.mark.parametrize("delegate", ["host", "all"])
+def test_pages_of_a_disk_wait_for_attention_on_the_host(weights: Split, delegate: str) -> None:
+    """Pages that are loaded to the device cross its link after the answers of the host. OPT-30B, 128/48, a part of its
+    layers."""
+    hardware = Hardware.load(shipped.find("hardware", "t4-16gb_208gb_ssd"))
+    policy = Policy(48, 7, weights, (0.057, 0.755, 0.188), DEVICE, 2, "zigzag", 2048, delegate=delegate)
+    told, walked = both(opt(3, 7168, 56), hardware, Workload({(128, 48): 336}), policy)
+    assert told.seconds == pytest.approx(walked.seconds, rel=0.12)
+
+
+def test_pages_of_a_further_disk_do_not_wait_for_the_host() -> None:
+    """They cross on a lane of their own, so that the device computes while the host attends."""
+    hardware = Hardware.load(shipped.find("hardware", "t4-16gb_208gb_ssd"))
+    links = {f"disk2_{way}": hardware.links[f"disk_{way}"] for way in ("read", "write")}
+    hardware = replace(hardware, links={**hardware.links, **links}, more_disks=(hardware.disk_bytes,))
+    cells = Policy(48, 7, (0.7, 0.3, 0), (0.057, 0.755, 0.188), DEVICE, 2, "zigzag", 2048, delegate="host")
+    policies = cells, replace(cells, cache=(0.057, 0.755, 0, 0.188))
+    first, further = (both(opt(3, 7168, 56), hardware, Workload({(128, 48): 336}), policy) for policy in policies)
+    assert further[0].seconds == pytest.approx(further[1].seconds, rel=0.15)
+    assert further[1].seconds < 0.9 * first[1].seconds
+
+
 def test_latency_is_how_long_rows_live() -> None:
     rng = random.Random(3)
     for schedule in ("zigzag", "continuous"):

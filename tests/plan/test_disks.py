@@ -54,8 +54,8 @@ def test_work_is_divided_by_the_rates(kind: str, ratio: float) -> None:
     found = [fastest(kind, *rates) for rates in (one, two, sum_of_both)]
     lanes, seconds = found[1].lanes["decode"], [p.sweep_seconds["decode"] for p in found]
     assert lanes["disk2_read"] == pytest.approx(lanes["disk_read"], rel=0.15)
-    assert seconds[1] <= 1.35 * seconds[2]  # whose plan has layers in halves
-    assert seconds[1] <= 1.35 * seconds[0] / (1 + ratio)
+    assert seconds[1] <= 1.25 * seconds[2]
+    assert seconds[1] <= 1.25 * seconds[0] / (1 + ratio)
 
 
 def test_no_other_split_of_the_weights_is_better() -> None:
@@ -72,7 +72,7 @@ def test_no_other_split_of_the_weights_is_better() -> None:
                 layout = lay_out(MODEL, replace(best.policy, weights=split), WORK, hardware.capacity)
                 tried.append(cost.predict(layout).total_seconds)
     assert len(tried) > 10
-    assert best.total_seconds <= 1.05 * min(tried)  # with layers in halves, weights are moved less far
+    assert best.total_seconds <= 1.01 * min(tried)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
