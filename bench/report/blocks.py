@@ -116,6 +116,19 @@ def sweeps_block(folder: Path = RESULTS) -> str:
     return f"{text}\n\n{table(('switches', 'of', *parts), rows)}\n\nCommand: `{command}`"
 
 
+def formats_block(folder: Path = RESULTS) -> str:
+    """Return the table of products with block types of GGUF files."""
+    found = records("formats", folder=folder)
+    if not found:
+        return "Not recorded yet."
+    (n, k), rates = found[-1]["case"]["shape"], found[-1]["rates"]
+    kinds = next(iter(rates.values()))
+    rows = [(f"`{kind}`", *(short(of[kind]) for of in rates.values())) for kind in kinds]
+    text = f"GOP/s of one core, of a matrix [{n}, {k}], by the dtype of activations and the rows of a batch."
+    command = "Command: `python -m bench.kernels.blocks --out formats.jsonl`"
+    return f"{text}\n\n{table(('format', *rates), rows)}\n\n{command}"
+
+
 def bound_text(record: Record) -> str:
     """Return the explanation of decode attention's bound and of the prompts' figures."""
     return (
@@ -288,6 +301,7 @@ def published_block(folder: Path = RESULTS) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "compare": compare_block, "compare on AVX2": avx2_block, "attention": attention_block, "sweeps": sweeps_block,
+    "formats": formats_block,
     "plan": plan_block, "rows": rows_block, "faults": faults_block, "scale": scale_block, "resident": resident_block,
     "uses": uses_block, "devices": devices_block, "flash": flash_block, "published": published_block,
 }  # fmt: skip

@@ -25,7 +25,6 @@ class Form(ABC):
     columns: int  # inputs
     # Rows encoded together: k * step .. (k + 1) * step - 1 lie at byte k * step_bytes; the last ones are filled up.
     step: ClassVar[int] = 1
-    in_steps: ClassVar[bool] = False  # whether `kernels.steps.Steps.product` multiplies by such weights
 
     @property
     @abstractmethod
@@ -57,9 +56,24 @@ class Form(ABC):
         return False
 
     @property
+    def native(self) -> int | None:
+        """Number of the format in the native kernels (`Product.bits` of quantized_gemm.h); None for none."""
+        return None
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether `kernels.steps.Steps.product` multiplies by such weights."""
+        return self.native is not None
+
+    @property
     def group(self) -> int:
         """Columns of x that share a scale if a product rounds x to 8 bits."""
         return 64
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a block, if a row needs whole blocks; else 1."""
+        return 1
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +100,11 @@ class Form(ABC):
 # "module:object" by name; the module is imported when a weight has the format. The object is the class of the format,
 # or a function that returns it; its arguments are rows and columns.
 FORMS = {name: f"flexengine.codec.packed:{name}" for name in ("int8", "int4", "int3", "int2")}
+_GGUF = (
+    "q4_0 q4_1 q5_0 q5_1 q8_0 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4 tq1_0 tq2_0"
+    " iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq1_s iq1_m"
+)
+FORMS.update({name: f"flexengine.codec.gguf_blocks:{name}" for name in _GGUF.split()})
 
 
 def make_form(name: str, rows: int, columns: int) -> Form:

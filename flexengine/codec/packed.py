@@ -158,7 +158,6 @@ class Packed(Form):
     rows: int
     columns: int
     step: ClassVar[int] = ROWS
-    in_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.codec.group % (4 * 8) or min(self.rows, self.columns) < 1:
@@ -174,6 +173,10 @@ class Packed(Form):
     @property
     def uses_importance(self) -> bool:
         return self.codec.fitted
+
+    @property
+    def native(self) -> int:
+        return self.codec.bits
 
     @property
     def group(self) -> int:

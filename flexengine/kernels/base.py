@@ -342,7 +342,8 @@ class FormatKernels(NamedTuple):
 
 # "module:object" of FormatKernels by "module:class" of the format and device; imported when they are first needed.
 KERNELS = {
-    ("flexengine.codec.packed:Packed", "cpu"): "flexengine.kernels.steps:PACKED",
+    ("flexengine.codec.packed:Packed", "cpu"): "flexengine.kernels.steps:ENCODED",
+    ("flexengine.codec.gguf_blocks:GgufBlocks", "cpu"): "flexengine.kernels.steps:ENCODED",
     ("flexengine.codec.packed:Packed", "cuda"): "flexengine.kernels.triton_codes:KERNELS",
 }
 

@@ -239,7 +239,7 @@ def _capacity(tokens: int, top: int, row_bytes: int) -> int:
 def _product(steps: Steps, x: Tensor, matrix: Stacked, compute: base.Compute | None) -> Tensor:
     weight, bias = matrix.weight[0], None if matrix.bias is None else matrix.bias[0]
     if matrix.form is not None:
-        return steps.product(x, weight, matrix.form, bias, compute)  # type: ignore[arg-type]
+        return steps.product(x, weight, matrix.form, bias, compute)
     rounding: base.Compute | None = "bf16" if compute == "bf16" and weight.dtype == torch.bfloat16 else None
     if not matrix.across:
         return steps.linear(x, weight, bias, rounding, packed=matrix.packed)

@@ -16,6 +16,13 @@ namespace {
 #define FLEX_PAIRS 1
 #endif
 
+// What is added to bytes of x for products with block types (blocks.cpp), where w is the signed factor of `dot`.
+#if defined(FLEX_PAIRS)
+constexpr uint32_t FLIP = 0;
+#else
+constexpr uint32_t FLIP = 0x80808080;
+#endif
+
 #if defined(FLEX_AVX512)
 inline vp qload(const void* p) { return _mm512_loadu_si512(p); }
 inline vp qset(int32_t x) { return _mm512_set1_epi32(x); }

@@ -1,7 +1,8 @@
 // GEMM with quantized weights of 2, 3, 4 or 8 bits, in the layout of codec/packed.py. Plain weights: linear.h.
 #pragma once
-#include "linear.h"
+#include "decoders.h"
 #include "int8_dot.h"
+#include "linear.h"
 
 namespace {
 
@@ -10,6 +11,7 @@ namespace {
 // x.
 constexpr int LANES = 16, OCTET = 32;  // OCTET: columns in 8 quads, which fill whole registers in planes of any width
 constexpr int LONGEST = 4 * OCTET;  // maximum columns of a group
+constexpr int32_t BLOCKS = 16;      // Product.bits of types of blocks.cpp are their numbers plus this
 
 // x: [rows, k], fp32 or, for AS_BF16, pairs of bf16; for pairs, k and x_row count pairs, as in Linear. w: [n, k],
 // encoded. scratch: for AS_INT8, see `Rounded`.
@@ -77,15 +79,6 @@ template <int BITS> struct Strip {
 // next. d begins an OCTET; the tile is written to the end of an OCTET. N: as in Strip.
 typedef void (*Decode)(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile);
 
-INLINE void store_four(float*& tile, int64_t width, const vf* x, float) {
-    UNROLL for (int e = 0; e < 4; e++, tile += width) vstore(tile, x[e]);
-}
-#if defined(FLEX_BF16)
-INLINE void store_four(float*& tile, int64_t width, const vf* x, pair) {
-    UNROLL for (int e = 0; e < 4; e += 2, tile += width) vstore(tile, vpair(x[e], x[e + 1]));
-}
-#endif
-
 template <int BITS, class U>
 void decode_strip(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile) {
     const Strip<BITS> w(a, c, N);
@@ -103,7 +96,15 @@ void decode_strip(const Product& a, int64_t c, int N, int64_t d, int64_t span, i
     }
 }
 
+template <class U>
+void decode_blocks(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile) {
+    constexpr int64_t EACH = COLUMNS<U>;
+    const BlockDecode decode = flex_block_decoder(a.bits - BLOCKS, EACH == 2);
+    decode({a.w, a.n, a.k * EACH}, c, N, d * EACH, (d + span) * EACH, width, tile);
+}
+
 template <class U> Decode decoder(int32_t bits) {
+    if (bits >= BLOCKS) return decode_blocks<U>;
     if (bits == 2) return decode_strip<2, U>;
     if (bits == 3) return decode_strip<3, U>;
     return bits == 4 ? decode_strip<4, U> : decode_strip<8, U>;
@@ -112,13 +113,17 @@ template <class U> Decode decoder(int32_t bits) {
 // ---------------------------------------------------------------- fp32, bf16
 
 // For at most FEW_ROWS rows, the sums of all rows, FEW_SPAN decoded units and those of x stay in L1 together. More rows
-// use a tile of SPAN units in L2.
-constexpr int FEW_ROWS = 8 * ROWS, FEW_SPAN = 64;
+// use a tile of SPAN units in L2. Types of blocks, whose rows are read side by side, do so with more rows of pairs: 193
+// instead of 119 GOP/s of 64 rows.
+constexpr int FEW_ROWS = 8 * ROWS, FEW_PAIR_ROWS = 22 * ROWS, FEW_SPAN = 64;
+template <class U> bool are_few(const Product& p, int64_t rows) {
+    return rows <= (p.bits >= BLOCKS && COLUMNS<U> == 2 ? FEW_PAIR_ROWS : FEW_ROWS);
+}
 
-// Computes rows m to end of out, at most FEW_ROWS, at N * W columns from c on.
+// Computes rows m to end of out, if they are few, at N * W columns from c on.
 template <class U, int N>
 void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, int64_t end, int64_t c) {
-    alignas(64) float tile[FEW_SPAN * N * W], sums[FEW_ROWS * N * W];
+    alignas(64) float tile[FEW_SPAN * N * W], sums[(COLUMNS<U> == 2 ? FEW_PAIR_ROWS : FEW_ROWS) * N * W];
     for (int64_t d = 0; d < a.k; d += FEW_SPAN) {
         const int64_t span = a.k - d < FEW_SPAN ? a.k - d : FEW_SPAN;
         for (int n = 0; n < N; n++) decode(p, c + n * W, N, d, span, N * W, tile + n * W);
@@ -134,7 +139,7 @@ void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, in
 template <class U, int N>
 void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64_t c) {
     const Linear a{p.x, nullptr, p.bias, p.residual, p.out, p.rows, p.n, p.k, p.x_row, p.k, p.out_row, 0, 0, 0, 0, p.threads};
-    if (end - m <= FEW_ROWS) return product_few<U, N>(p, a, decode, m, end, c);
+    if (are_few<U>(p, end - m)) return product_few<U, N>(p, a, decode, m, end, c);
     alignas(64) float tile[SPAN * N * W];
     for (int64_t d = 0; d < a.k; d += SPAN) {
         const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
@@ -185,57 +190,70 @@ constexpr int DOT_ROWS = ROWS, DOT_VECS = VECS;
 struct Tiles {
     int64_t rows, count;
 
-    explicit Tiles(int64_t rows) : rows(rows), count((rows + DOT_ROWS - 1) / DOT_ROWS) {}
+    Tiles(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
+    explicit Tiles(const Product& a) : Tiles(a.rows, a.bits < BLOCKS ? DOT_ROWS : BLOCK_ROWS) {}
     int64_t first(int64_t t) const { return t * rows / count; }
     int64_t height(int64_t t) const { return first(t + 1) - first(t); }
 };
 
 // x rounded to int8 per group, in the order of reading: tiles of rows, and in each tile its groups. For each group, a
-// tile of M rows from row m on has quads of codes [group / 4, M], and [2, M]: scales ("worth") and sums of codes.
+// tile of M rows from row m on has quads of codes [group / 4, M], and [2, M]: scales ("worth") and sums of codes. For
+// types of blocks it has codes combined with FLIP, and [1 + 4 + 2, M]: also sums of 16 codes each, and of 32.
 struct Rounded {
-    int64_t groups, group;
+    int64_t groups, group, each;  // each: numbers beside the codes
     float* worths;
     int8_t* quads;
 
     explicit Rounded(const Product& a)
-        : groups(a.groups), group(a.group), worths(a.scratch), quads((int8_t*)(worths + 2 * groups * a.rows)) {}
+        : groups(a.groups), group(a.group), each(a.bits < BLOCKS ? 2 : 1 + group / 16 + group / 32), worths(a.scratch),
+          quads((int8_t*)(worths + each * groups * a.rows)) {}
     int8_t* codes(int64_t m, int64_t M, int64_t g) const { return quads + (m * groups + g * M) * group; }
-    float* worth(int64_t m, int64_t M, int64_t g) const { return worths + 2 * (m * groups + g * M); }
+    float* worth(int64_t m, int64_t M, int64_t g) const { return worths + each * (m * groups + g * M); }
 };
 
-// Rounds a group of a row: writes codes as quads, M quads apart, and the scale to *worth; returns partial sums of codes
-// (W lanes). If a number is not finite, the scale is NaN, and so becomes the whole row of out. A group below 1.5e-36
-// counts as zeros, since its scale would be inexact and its codes could exceed 127.
-vf round_row(const float* x, int64_t group, int64_t M, float* worth, int8_t* codes) {
+// Rounds a group of a row: writes codes as quads, M quads apart, and the scale to *worth; adds partial sums (W lanes) of
+// 16 codes to totals[0], of the next 16 to totals[next], and so on. flip: combined with codes by exclusive or. If a
+// number is not finite, the scale is NaN, and so becomes the whole row of out. A group below 1.5e-36 counts as zeros,
+// since its scale would be inexact and its codes could exceed 127.
+void round_row(const float* x, int64_t group, int64_t M, float* worth, int8_t* codes, uint32_t flip, vf* totals, int next) {
     vp top = qset(0);  // maximum of absolute values, compared as integers, so that NaN and infinity are found too
     for (int i = 0; i < group; i += W) top = qtop(top, qand(qload(x + i), 0x7fffffff));
     const float scale = float_of(uint32_t(qtop(top))) / 127.f;
     const bool some = scale >= FLT_MIN && scale < INFINITY;
     *worth = scale < INFINITY ? scale : NAN;
     const vf magic = vset(12582912.f), step = vset(scale);  // magic: see vexp
-    vf total = vset(0.f);
     for (int i = 0; i < group; i += W) {
         int8_t part[W];
         const vf code = some ? vsub(vadd(vdiv(vload(x + i), step), magic), magic) : vset(0.f);
-        total = vadd(total, code);
+        totals[i / 16 * next] = vadd(totals[i / 16 * next], code);
         qbytes(part, code);
-        for (int e = 0; e < W; e += 4, codes += 4 * M) memcpy(codes, part + e, 4);
+        for (int e = 0; e < W; e += 4, codes += 4 * M) {
+            uint32_t four;
+            memcpy(&four, part + e, 4);
+            memcpy(codes, &(four ^= flip), 4);
+        }
     }
-    return total;
 }
 
 // Rounds group g of M rows of x from row m on.
 void round_tile(const Product& a, const Rounded& to, int64_t m, int64_t M, int64_t g) {
     const int64_t first = g * a.group, there = a.k - first < a.group ? a.k - first : a.group;
-    float part[LONGEST] = {}, *worth = to.worth(m, M, g), sums[W];
-    vf totals[W] = {};
+    float part[LONGEST] = {}, *worth = to.worth(m, M, g), sums[LONGEST / 16][W];
+    vf totals[LONGEST / 16][W] = {};
+    const bool blocks = a.bits >= BLOCKS;
     for (int64_t i = 0; i < M; i++) {
         const float* x = a.x + (m + i) * a.x_row + first;
         if (there < a.group) x = (const float*)memcpy(part, x, size_t(there) * 4);
-        totals[i] = round_row(x, a.group, M, worth + i, to.codes(m, M, g) + 4 * i);
+        round_row(x, a.group, M, worth + i, to.codes(m, M, g) + 4 * i, blocks ? FLIP : 0, totals[0] + i,
+                  blocks ? W : 0);
     }
-    vstore(sums, vsums(totals));
-    memcpy(worth + M, sums, size_t(M) * 4);
+    const int sixteens = blocks ? int(a.group / 16) : 1;  // if not blocks, all codes were added to the same total
+    for (int j = 0; j < sixteens; j++) {
+        vstore(sums[j], vsums(totals[j]));
+        memcpy(worth + (1 + j) * M, sums[j], size_t(M) * 4);
+    }
+    for (int j = 0; blocks && j < sixteens / 2; j++)
+        for (int64_t i = 0; i < M; i++) worth[(1 + sixteens + j) * M + i] = sums[2 * j][i] + sums[2 * j + 1][i];
 }
 
 template <int M, int N> INLINE void clear(vp (&sum)[M][N]) {
@@ -367,7 +385,7 @@ struct RoundTasks {
     const int64_t each, parts, count;  // groups of a task, tasks of a tile
 
     explicit RoundTasks(const Product& a)
-        : a(a), x(a), tiles(a.rows), each((TOGETHER + DOT_ROWS * a.group - 1) / (DOT_ROWS * a.group)),
+        : a(a), x(a), tiles(a), each((TOGETHER + DOT_ROWS * a.group - 1) / (DOT_ROWS * a.group)),
           parts((a.groups + each - 1) / each), count(tiles.count * parts) {}
     int64_t numbers() const { return a.rows * a.k; }
     void run(int64_t i) const {
@@ -386,7 +404,7 @@ struct DotTasks {
     const int64_t count;
 
     explicit DotTasks(const Product& a)
-        : a(a), x(a), tiles(a.rows), blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS),
+        : a(a), x(a), tiles(a), blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS),
           count(blocks.across * blocks.down) {}
     int64_t numbers() const { return a.rows * a.n * a.k; }
 
@@ -395,7 +413,15 @@ struct DotTasks {
         const int64_t i = b / blocks.across;
         dot_block<BITS>(a, x, tiles, i * tiles.count / blocks.down, (i + 1) * tiles.count / blocks.down, c, stop);
     }
+    void multiply_blocks(int64_t b) const {
+        const int64_t c = b % blocks.across * blocks.width, stop = a.n - c < blocks.width ? a.n : c + blocks.width;
+        const int64_t i = b / blocks.across;
+        const BlockProduct call{{a.w, a.n, a.k}, x.worths, (const uint8_t*)x.quads, a.bias, a.residual, a.out,
+                                a.rows, a.out_row, a.groups, tiles.count};
+        flex_block_dots(a.bits - BLOCKS, call, i * tiles.count / blocks.down, (i + 1) * tiles.count / blocks.down, c, stop);
+    }
     void run(int64_t b) const {
+        if (a.bits >= BLOCKS) multiply_blocks(b);
         if (a.bits == 2) multiply<2>(b);
         if (a.bits == 3) multiply<3>(b);
         if (a.bits == 4) multiply<4>(b);
@@ -427,9 +453,10 @@ template <int BITS> void decode_row(const uint8_t* w, int64_t id, int64_t k, int
 
 extern "C" {
 
-// Decodes rows `ids` of w, which has k columns, to out [n, k].
+// Decodes rows `ids` of w, which has k columns, to out [n, k]. bits: as in Product.
 void flex_encoded_rows(const uint8_t* w, const int64_t* ids, int64_t n, int64_t k, int64_t group, int32_t bits, float* out,
                        int32_t threads) {
+    if (bits >= BLOCKS) return flex_block_rows(bits - BLOCKS, {w, 0, k}, ids, n, out, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (n * k > 32768)
     for (int64_t i = 0; i < n; i++) {
         if (bits == 2) decode_row<2>(w, ids[i], k, group, out + i * k);

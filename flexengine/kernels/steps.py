@@ -20,8 +20,9 @@ from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.structs import CODES, address
 
 if TYPE_CHECKING:
-    from flexengine.codec.packed import Packed
+    from flexengine.codec.forms import Form
 
+BLOCKS = 16  # of quantized_gemm.h
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of quantized_gemm.h
 # In the order of enum Kind.
 KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge",
@@ -198,13 +199,16 @@ class Steps:
         self._add("linear", call, (a, rows, out))
 
     def product(
-        self, x: Tensor, weight: Tensor, form: "Packed", bias: Tensor | None = None,
+        self, x: Tensor, weight: Tensor, form: "Form", bias: Tensor | None = None,
         compute: base.Compute | None = None, residual: Tensor | None = None, beside: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Add a product with an encoded weight; see base.Kernels.product. Other arguments are those of `linear`."""
+        """Add a product with an encoded weight; see base.Kernels.product. Other arguments are those of `linear`.
+        form: with `in_steps`."""
         out = self.new((x.shape[0], form.rows)) if out is None else out
-        groups, group = form.blocks[1], form.codec.group
+        group, code = form.group, form.native
+        assert code is not None
+        groups, blocks = -(-form.columns // group), code >= BLOCKS
         rows, scratch, source = x.shape[0], None, x
         if compute == "bf16":
             source, beside = self._narrow(x, wide=not self._pairs, beside=beside)
@@ -213,13 +217,14 @@ class Steps:
             return structs.Product(
                 *(source.data_ptr(), weight.data_ptr(), address(bias), address(residual), out.data_ptr()),
                 *(address(scratch), rows, form.rows, source.shape[1], source.stride(0), out.stride(0)),
-                *(groups, form.codec.bits, group, COMPUTES[compute], self._threads),
+                *(groups, code, group, COMPUTES[compute], self._threads),
             )
 
         if compute == "int8":
-            key = (x.data_ptr(), rows, groups, group)
+            key = (x.data_ptr(), rows, groups, group, blocks)
             if (scratch := self._rounded.get(key)) is None:
-                scratch = self.new((rows * groups * (group + 2 * 4),), torch.uint8)
+                numbers = 1 + group // 16 + group // 32 if blocks else 2  # fp32, beside the codes of a group
+                scratch = self.new((rows * groups * (group + 4 * numbers),), torch.uint8)
                 self._rounded[key] = scratch
                 self._add("round", call(scratch), (scratch,), beside)
                 beside = False
@@ -351,20 +356,25 @@ class Steps:
         self._kept.append(kept)
 
 
-def _packed_product(
-    kernels: Any, x: Tensor, weight: Tensor, form: "Packed", bias: Tensor | None, compute: base.Compute | None
-) -> Tensor:
+def _encoded_product(
+    kernels: Any, x: Tensor, weight: Tensor, form: "Form", bias: Tensor | None, compute: base.Compute | None
+) -> Tensor | None:
+    if not form.in_steps:
+        return None
     steps = kernels.steps()
     out: Tensor = steps.product(x, weight, form, bias, compute)
     steps.run()
     return out
 
 
-def _packed_rows(kernels: Any, weight: Tensor, form: "Packed", ids: Tensor) -> Tensor:
+def _encoded_rows(kernels: Any, weight: Tensor, form: "Form", ids: Tensor) -> Tensor:
+    if not form.in_steps:
+        decoded: Tensor = kernels.plain.encoded_rows(weight, form, ids)
+        return decoded
     out = torch.empty(len(ids), form.columns, dtype=torch.float32, device="cpu")
-    sizes = (form.columns, form.codec.group, form.codec.bits, out.data_ptr(), torch.get_num_threads())
+    sizes = (form.columns, form.group, form.native, out.data_ptr(), torch.get_num_threads())
     kernels.decode_rows(weight.data_ptr(), ids.data_ptr(), len(ids), *sizes)
     return out
 
 
-PACKED = FormatKernels(_packed_product, _packed_rows)
+ENCODED = FormatKernels(_encoded_product, _encoded_rows)

@@ -36,6 +36,16 @@ INLINE vf vpair(vf first, vf second) {  // rounded
 }
 #endif
 
+// Stores four columns of W rows of w as units, `width` floats from one unit to the next.
+INLINE void store_four(float*& tile, int64_t width, const vf* x, float) {
+    UNROLL for (int e = 0; e < 4; e++, tile += width) vstore(tile, x[e]);
+}
+#if defined(FLEX_BF16)
+INLINE void store_four(float*& tile, int64_t width, const vf* x, pair) {
+    UNROLL for (int e = 0; e < 4; e += 2, tile += width) vstore(tile, vpair(x[e], x[e + 1]));
+}
+#endif
+
 // sum += x [M, span] @ tile [span, N * W], both of units U. width: units from a row of the tile to the next. AHEAD lines
 // of 64 bytes per unit are prefetched from `ahead` on.
 template <class U, int M, int N, int AHEAD = 0>

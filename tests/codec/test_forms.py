@@ -35,7 +35,7 @@ class TestThirds(FormConformance):
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="no format 'int5' of weights; known are int8, int4, int3, int2, thirds"):
+    with pytest.raises(InvalidInput, match=r"no format 'int5' of weights; known are int8, int4, .*, thirds"):
         forms.make_form("int5", 4, 64)
 
 

@@ -212,7 +212,7 @@ class LayerSteps:
         bias, form = self.biases[module], module.forms.get("weight")
         if form is not None:
             compute, weight, given = module.product.compute, module.weight, (residual, beside, out)
-            return self.steps.product(x, weight, form, bias, compute, *given)  # type: ignore[arg-type]
+            return self.steps.product(x, weight, form, bias, compute, *given)
         turned = isinstance(module, FastConv1D)
         weight = module.weight.t() if turned else module.weight
         rounding = None if turned else module.product.rounding(weight)
