@@ -25,6 +25,7 @@ class Form(ABC):
     columns: int  # inputs
     # Rows encoded together: k * step .. (k + 1) * step - 1 lie at byte k * step_bytes; the last ones are filled up.
     step: ClassVar[int] = 1
+    rows_apart: ClassVar[bool] = True  # whether rows of a matrix can be read apart, as `step` says
 
     @property
     @abstractmethod
@@ -108,10 +109,12 @@ FORMS.update({name: f"flexengine.codec.gguf_blocks:{name}" for name in _GGUF.spl
 
 
 def make_form(name: str, rows: int, columns: int) -> Form:
-    """Return a format of FORMS for a matrix. Raise InvalidInput if there is none of this name."""
-    if name not in FORMS:
+    """Return a format of FORMS for a matrix, or of several for its rows, as "q4_k+q6_k" for its two halves. Raise
+    InvalidInput if there is none of this name."""
+    if name not in FORMS and "+" not in name:
         raise InvalidInput(f"there is no format {shown(name)} of weights; known are {', '.join(FORMS)}")
-    form: Form = resolve_name(FORMS[name])(rows=rows, columns=columns)
+    path = FORMS.get(name) or "flexengine.codec.mixed:halves"
+    form: Form = resolve_name(path)(rows=rows, columns=columns, **{} if name in FORMS else {"name": name})
     return form
 
 

@@ -114,7 +114,10 @@ def _measure(
         def scores(formats: tuple[Format, ...]) -> list[float]:
             engine.use(Lossy(weights=formats))
             opened = engine.core.opened
-            opened.origins = opened.locations | {name: probe[name] for name in opened.forms}
+            stored = opened.stored_forms
+            opened.origins = opened.in_formats(
+                {n: probe[n] for n, form in opened.forms.items() if form != stored.get(n)}
+            )
             results = engine.score([row[:CONTEXT] for row in rows], [row[CONTEXT:] for row in rows])
             check_read(results)
             return [place["logprob"] for result in results for place in result.logprobs or ()]

@@ -345,6 +345,7 @@ KERNELS = {
     ("flexengine.codec.packed:Packed", "cpu"): "flexengine.kernels.steps:ENCODED",
     ("flexengine.codec.gguf_blocks:GgufBlocks", "cpu"): "flexengine.kernels.steps:ENCODED",
     ("flexengine.codec.packed:Packed", "cuda"): "flexengine.kernels.triton_codes:KERNELS",
+    **{("flexengine.codec.mixed:Mixed", device): "flexengine.kernels.apart:KERNELS" for device in ("cpu", "cuda")},
 }
 
 

@@ -231,11 +231,14 @@ def to_multiply(x: Tensor, form: Form, compute: base.Compute | None) -> Tensor:
 
 def decoded_parts(weight: Tensor, form: Form) -> Iterator[tuple[slice, Tensor]]:
     """Yield all rows of an encoded weight in slices of WIDENED bytes, each with its dequantized rows."""
-    blocks = weight.view(-1, form.step_bytes)
+    blocks = weight.view(-1, form.step_bytes) if form.rows_apart else torch.empty(form.rows, 0)
     step = max(1, WIDENED // max(1, form.columns * 4 * form.step))
     for low in range(0, len(blocks), step):
         run = slice(low * form.step, min(form.rows, (low + step) * form.step))
-        decoded = form.with_rows(run.stop - run.start).dequantize(blocks[low : low + step].view(-1))
+        if form.rows_apart:
+            decoded = form.with_rows(run.stop - run.start).dequantize(blocks[low : low + step].view(-1))
+        else:
+            decoded = form.dequantize_rows(weight, torch.arange(run.start, run.stop, device=weight.device))
         # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
         yield run, decoded.contiguous()
 

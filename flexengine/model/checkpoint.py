@@ -13,22 +13,25 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from logging import WARNING
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from flexengine.activity import message
+from flexengine.codec.forms import WeightFormat
 from flexengine.errors import BadCheckpoint, UnsupportedModel, json_kind
 from flexengine.model.files import (
     ADAPTER_WEIGHTS,
     AGAIN,
+    PLACES,
     PLAIN,
     check_complete,
     check_content,
@@ -69,17 +72,23 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Location of a tensor or parameter in the checkpoint: byte ranges whose concatenation it is, and the stored
-    dtype."""
+    """Location of a tensor or parameter in the checkpoint: byte ranges whose concatenation it is."""
 
     runs: tuple[ByteRange, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the stored numbers or, if they are encoded, of decoded ones
     shape: tuple[int, ...]
+    form: WeightFormat | None = None  # format in which the numbers are encoded; None if they are plain
+    pairs: tuple[int, int] | None = None  # heads, and rows of a head, if rows lie in pairs (row_pairs.py)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored parameter."""
         return sum(run.nbytes for run in self.runs)
+
+    @property
+    def raw(self) -> "Origin":
+        """The same bytes as a parameter of their own: uint8 in the shape of the format, if the numbers are encoded."""
+        return self if self.form is None else replace(self, dtype=torch.uint8, shape=self.form.shape, form=None)
 
 
 def read_header(path: Path) -> dict[str, Origin]:
@@ -145,9 +154,10 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Origin:
     return Origin((ByteRange(path, base + begin, end - begin),), dtype, shape)
 
 
-def read_checkpoint(directory: Path) -> dict[str, Origin]:
-    """Return all tensors of a model directory by name, from model.safetensors or the shards of its index.
-    Raise BadCheckpoint if a file is missing or damaged, or two files hold the same tensor."""
+def read_checkpoint(directory: Path, given: Sequence[Path] = ()) -> dict[str, Origin]:
+    """Return all tensors of a model directory by name, from model.safetensors or the shards of its index, and those
+    that stay in the files `given` (`source.ModelSource`). Raise BadCheckpoint if a file is missing or damaged, or two
+    files hold the same tensor."""
     tensors: dict[str, Origin] = {}
     for shard in _shards(directory):
         for name, stored in read_header(shard).items():
@@ -156,6 +166,8 @@ def read_checkpoint(directory: Path) -> dict[str, Origin]:
                     f"{directory}: tensor {name} is in both {tensors[name].runs[0].path.name} and {shard.name}"
                 )
             tensors[name] = stored
+    if given and (directory / PLACES).is_file():
+        tensors |= resolve_name("flexengine.model.gguf_places:in_place")(directory, given)
     return tensors
 
 

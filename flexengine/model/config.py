@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from flexengine.activity import message
+from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput, UnsupportedModel, shown
 from flexengine.model.checkpoint import read_checkpoint
-from flexengine.model.files import AGAIN, PLAIN, read_object
+from flexengine.model.files import AGAIN, PLACES, PLAIN, read_object
 
 # Maximum of a number by its key: the first pattern that matches applies. All known models are far below these limits.
 _LIMITS = {
@@ -79,6 +80,8 @@ def load_config(directory: Path, trust_remote_code: bool = False, weights: bool 
                 f"{path} states {layers:,} layers times {experts:,} experts; without weights beside it, at most"
                 f" {_BARE_LAYERS:,} layers, and {_BARE_EXPERTS:,} experts in all layers, are believed; correct it"
             )
+    elif directory.parent == cache_root() / "prepared" and (directory / PLACES).is_file():
+        pass  # it was compared with the weights of a file when it was made
     elif layers > _FEW_LAYERS or layers * experts > _FEW_EXPERTS:
         tensors = read_checkpoint(directory).values()
         check_backed(path, (layers, experts), [math.prod(stored.shape) for stored in tensors])

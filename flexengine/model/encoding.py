@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -21,11 +22,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from flexengine.activity import activity, advance, tick
-from flexengine.codec.forms import FORMS, WeightFormat, make_form
+from flexengine.activity import activity, advance, message, tick
+from flexengine.codec.forms import FORMS, Form, WeightFormat, make_form
 from flexengine.errors import BadCheckpoint, InvalidInput, size
 from flexengine.model.checkpoint import Origin, read_header
 from flexengine.model.prepare import fingerprint, prepared
+from flexengine.model.row_pairs import in_order
 from flexengine.model.shards import TensorFiles, TensorPart, check_finite, check_room
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
@@ -120,9 +122,13 @@ def encoded(
         missing = [name for name in chosen if not final[name].exists() and not _linked(final[name])]
         if not missing:
             return
+        if again := {form.packed.name.upper() for name in missing if (form := stored[name].form) is not None}:
+            kinds = ", ".join(sorted({form.packed.name for form in chosen.values()}))
+            text = f"{files[0].name} holds weights in {', '.join(sorted(again))}, which are encoded again as {kinds}"
+            message(f"{text}: the errors of both add up; without --weights they stay as they are")
         total = sum(chosen[name].nbytes for name in missing)
         check_room(directory, "encoded weights", total)
-        read = sum(stored[name].nbytes for name in missing)
+        read = sum(decoded_size(stored[name]) for name in missing)
         sizes = f"{size(read)} become {size(total)}"
         text = f"encoding {len(missing)} matrices, once for this model and format ({sizes})"
         every = (piece for name in missing for piece in pieces(name, stored[name], chosen[name]))
@@ -233,7 +239,7 @@ def pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[MatrixPiec
     rows, columns, together = form.packed.rows, form.packed.columns, form.packed.step
     step = max(together, CHUNK // columns // together * together)
     for number in range(matrices):
-        start = number * (origin.nbytes // matrices)
+        start = number * (decoded_size(origin) // matrices)
         whole = read_part(origin, start, rows * columns * size).view(columns, rows).t() if form.transposed else None
         for low in range(0, rows, step):
             count = min(step, rows - low)
@@ -257,10 +263,21 @@ def _encoded(piece: MatrixPiece, importances: "Importances | None") -> TensorPar
     return TensorPart(piece.name, data)
 
 
+def decoded_size(origin: Origin) -> int:
+    """Return the bytes of a parameter in its dtype, decoded."""
+    return prod(origin.shape) * origin.dtype.itemsize
+
+
 def read_part(origin: Origin, start: int, nbytes: int) -> Tensor:
-    """Return nbytes at byte `start` of a parameter, as a flat tensor of its stored dtype."""
+    """Return nbytes at byte `start` of a parameter, as a flat tensor of its dtype: of the decoded numbers, if they are
+    encoded."""
+    if origin.form is not None:
+        width = 4 * origin.form.packed.columns
+        low, skipped = divmod(start, width)
+        rows = _decoded_rows(origin.raw, origin.form.packed, low, -(-(start + nbytes) // width))
+        return rows.view(-1)[skipped // 4 : (skipped + nbytes) // 4]
     data, begin, done = np.empty(nbytes, dtype=np.uint8), 0, 0
-    for run in origin.runs:
+    for run in in_order(origin) if origin.pairs else origin.runs:
         low, high = max(start, begin), min(start + nbytes, begin + run.nbytes)
         if low < high:
             with opened(run.path) as file:
@@ -270,6 +287,19 @@ def read_part(origin: Origin, start: int, nbytes: int) -> Tensor:
             done += high - low
         begin += run.nbytes
     return torch.from_numpy(data).view(origin.dtype)
+
+
+def _decoded_rows(raw: Origin, form: Form, low: int, high: int) -> Tensor:
+    """Return rows low .. high - 1 of matrices that are encoded one after the other, fp32."""
+    if form.rows_apart:
+        data = read_part(raw, low * form.step_bytes, (high - low) * form.step_bytes)
+        return form.with_rows(high - low).dequantize(data)
+    parts = list[Tensor]()
+    for number in range(low // form.rows, -(-high // form.rows)):
+        first = number * form.rows
+        ids = torch.arange(max(low, first) - first, min(high, first + form.rows) - first)
+        parts.append(form.dequantize_rows(read_part(raw, number * form.nbytes, form.nbytes), ids))
+    return torch.cat(parts)
 
 
 # Importance of each column of a matrix: the mean square of its inputs over the tokens of a text. If the columns of the

@@ -34,6 +34,7 @@ _STAND_INS = {
     ),
 }
 AGAIN = "download it again"
+PLACES = "places.json"  # in a prepared directory: parameters that stay in the given file (gguf_places.py)
 PLAIN = "take the model's unquantised checkpoint or a GGUF file"
 MAX_OBJECT_BYTES = 16 * 2**20  # limit of a config
 MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes

@@ -21,6 +21,53 @@ _HANDLED = {
     *("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "shortconv.l_cache"),
 }
 
+# Families whose config is made here, by architecture: the config's model_type. Others are read by transformers.
+FAMILIES = {
+    **dict.fromkeys(("gemma", "olmo2", "olmoe", "granite", "glm4", "smollm3", "seed_oss"), ""),
+    **dict.fromkeys(("ernie4_5", "arcee"), ""),
+    "hunyuan-dense": "hunyuan_v1_dense",
+}
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+_BIASES = {"attention_bias": "attn_q", "use_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
+
+
+def family_config(header: Header) -> Any:
+    """Return the config of a file of FAMILIES: sizes, ids and what shapes of tensors show. `carry_values` copies all
+    other values. Raise UnsupportedModel if a size is missing or no number."""
+    from transformers import AutoConfig
+
+    values: dict[str, Any] = {
+        field: header.values.get(f"{header.architecture}.{key}") for key, field in _FIELDS.items()
+    }
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    if wrong := [key for key, field in _FIELDS.items() if type(values[field]) not in (int, float)]:
+        raise UnsupportedModel(f"{header.path} has no single number as {header.architecture}.{wrong[0]}")
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    heads = {"head_dim": values["hidden_size"] // values["num_attention_heads"]}  # unless the file has another
+    if f"{header.architecture}.attention.scale" not in header.values:
+        heads["attention_multiplier"] = heads["head_dim"] ** -0.5
+    ids = {field: header.values.get(f"tokenizer.ggml.{key}_token_id") for field, key in _TOKEN_IDS.items()}
+    return AutoConfig.for_model(
+        FAMILIES[header.architecture] or header.architecture,
+        **values,
+        **ids,
+        **{field: f"blk.0.{name}.bias" in shapes for field, name in _BIASES.items()},
+        **heads,
+        vocab_size=shapes.get("token_embd.weight", (0,))[0],
+        tie_word_embeddings="output.weight" not in shapes,
+    )
+
 
 def carry_values(header: Header, config: Any) -> None:
     """Copy the metadata of a file's architecture to the config, and name unknown ones in a message. Raise
@@ -65,7 +112,7 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
         "attention.value_length": ((), (width,)),
         "attention.layer_norm_rms_epsilon": (_EPSILONS, ()),
         "attention.layer_norm_epsilon": (_EPSILONS, ()),
-        "attention.scale": ((), (getattr(config, "query_pre_attn_scalar", width) ** -0.5,)),
+        "attention.scale": (("attention_multiplier",), (getattr(config, "query_pre_attn_scalar", width) ** -0.5,)),
         "attn_logit_softcapping": (("attn_logit_softcapping",), (0,)),
         "final_logit_softcapping": (("final_logit_softcapping",), (0,)),
         "expert_count": (("num_experts", "num_local_experts"), (0,)),
@@ -75,11 +122,14 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
         "expert_weights_norm": (("norm_topk_prob",), (False,)),
         "expert_weights_scale": (("routed_scaling_factor",), (0, 1)),
         "expert_gating_func": ((), (0, 2 if getattr(config, "scoring_func", "") == "sigmoid" else 1)),
+        "attention.clamp_kqv": (("clip_qkv",), (0,)),
         "use_parallel_residual": (("use_parallel_residual", "parallel_attn"), (False,)),
         "attention.causal": ((), (True,)),
-        **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), ((), (0, 1))),
+        "logit_scale": (("logits_scaling",), (0, 1)),
+        "embedding_scale": (("embedding_multiplier",), (0, 1)),
+        "residual_scale": (("residual_multiplier",), (0, 1)),
         **dict.fromkeys(("expert_group_count", "expert_group_used_count"), ((), (0, 1))),
-        **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "ssm.dt_b_c_rms"), ((), (0,))),
+        **dict.fromkeys(("attention.max_alibi_bias", "ssm.dt_b_c_rms"), ((), (0,))),
         **dict.fromkeys(("attention.shared_kv_layers", "nextn_predict_layers", "expert_shared_count"), ((), (0,))),
         **{f"rope.scaling.{key}": ((), (rope.get(of),) if scaled else unscaled) for key, of in scaling.items()},
     }

@@ -3,9 +3,10 @@
 import math
 import mmap
 import os
+import re
 import struct
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.files import AGAIN, check_content
 from flexengine.system.read_retries import opened
 
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)  # name of a part of a GGUF file
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_TEXT_BYTES = 16 * 2**20  # limit in bytes of a string; chat templates are the longest
@@ -27,26 +29,29 @@ _MAX_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousan
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Location of one tensor in the file: bytes offset .. offset + nbytes - 1. kind: a GGMLQuantizationType; shape: in
-    torch's order of dimensions."""
+    """Location of one tensor in the file at `path`: bytes offset .. offset + nbytes - 1. kind: a GGMLQuantizationType;
+    shape: in torch's order of dimensions."""
 
     name: str
     kind: Any
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    path: Path = Path()
 
 
 @dataclass(frozen=True)
 class Header:
     """Header of a GGUF file. values: scalar and string metadata, and the arrays that were to be read. places: first and
-    last byte + 1 of each key with its value; table: those of the table of tensors."""
+    last byte + 1 of each key with its value; table: those of the table of tensors. others: headers of the other parts
+    of a model in several files, whose tensors are among `tensors`."""
 
     path: Path
     values: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
     places: Mapping[str, tuple[int, int]]
     table: tuple[int, int]
+    others: tuple["Header", ...] = ()
 
     def text(self, key: str) -> str:
         """Return a metadata value as a string, "" if the key is missing."""
@@ -58,10 +63,17 @@ class Header:
         return self.text("general.architecture")
 
 
+def gguf_parts(file: Path) -> list[Path]:
+    """Return the files of a GGUF model, of which `file` is one, by the names that llama.cpp gives to parts."""
+    if (match := _SPLIT.fullmatch(file.name)) is None:
+        return [file]
+    begin, _, count, end = match.groups()
+    return [file.with_name(f"{begin}-{number:05}-of-{count}{end}") for number in range(1, int(count) + 1)]
+
+
 def read_header(path: Path, arrays: Collection[str] = ()) -> Header:
     """Return the header of a GGUF file, with every tensor checked against the file's size. Raise BadCheckpoint if the
-    file is no GGUF file, or damaged, or cut off, UnsupportedModel if it is one of several parts. arrays: keys of the
-    arrays to read; others are skipped.
+    file is no GGUF file, or damaged, or cut off. arrays: keys of the arrays to read; others are skipped.
 
     gguf.GGUFReader takes seconds and hundreds of megabytes for a file with a vocabulary.
     """
@@ -72,13 +84,31 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> Header:
             raise BadCheckpoint(f"{path} {fault}; {AGAIN}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                header = Header(path, *_tables(data, arrays))
+                return Header(path, *_tables(path, data, arrays))
             except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
                 fault = f"is damaged or cut off, {AGAIN}: {type(error).__name__}: {error}"
                 raise BadCheckpoint(f"{path} {fault}") from error
-    if (parts := header.values.get("split.count", 1)) not in (0, 1):
-        raise UnsupportedModel(f"{path} is one of {parts} parts; join them with `gguf-split --merge` first")
-    return header
+
+
+def read_model(files: Sequence[Path], arrays: Collection[str] = ()) -> Header:
+    """Return the header of a model in one or more files: that of the first one, with the tensors of all. Raise as
+    `read_header`, BadCheckpoint if the parts do not fit each other, UnsupportedModel if `files` are not all of them."""
+    first = read_header(files[0], arrays)
+    if (count := first.values.get("split.count", 1)) != len(files) and (count, len(files)) != (0, 1):
+        fault = f"{files[0]} is one of {count!s:.20} parts, but its name counts {len(files)}"
+        raise UnsupportedModel(f"{fault}; name them ...-00001-of-0000N.gguf, or join them with `gguf-split --merge`")
+    if len(files) == 1:
+        return first
+    others = tuple(read_header(file) for file in files[1:])
+    for number, header in enumerate((first, *others)):
+        if (header.values.get("split.no"), header.values.get("split.count")) != (number, count):
+            raise BadCheckpoint(f"{header.path} is not part {number + 1} of {count} by its metadata; {AGAIN}")
+    tensors = {tensor.name: tensor for header in (first, *others) for tensor in header.tensors}
+    stated, total = first.values.get("split.tensors.count"), sum(len(header.tensors) for header in (first, *others))
+    if not len(tensors) == total == stated:
+        fault = f"{files[0]} states {stated!s:.20} tensors in all parts, but they hold {total}, {len(tensors)} by name"
+        raise BadCheckpoint(f"{fault}; {AGAIN}")
+    return replace(first, tensors=tuple(tensors.values()), others=others)
 
 
 def write_outline(header: Header, path: Path) -> None:
@@ -102,10 +132,15 @@ def write_outline(header: Header, path: Path) -> None:
             entries.append(struct.pack("<Q", len(key)) + key.encode() + struct.pack("<II", 4, len(tokens)))
         out.write(b"GGUF" + struct.pack("<IQQ", 3, len(header.tensors), len(entries)) + b"".join(entries))
         out.write(bytes_at(*header.table))
-        out.truncate(out.tell() + max(_ALIGNMENTS) + os.fstat(file.fileno()).st_size - header.table[1])
+        for other in header.others:
+            with opened(other.path) as part:
+                part.seek(other.table[0])
+                out.write(part.read(other.table[1] - other.table[0]))
+        largest = max(each.path.stat().st_size - each.table[1] for each in (header, *header.others))
+        out.truncate(out.tell() + max(_ALIGNMENTS) + largest)
 
 
-def _tables(data: mmap.mmap, arrays: Collection[str]) -> tuple[Any, ...]:
+def _tables(path: Path, data: mmap.mmap, arrays: Collection[str]) -> tuple[Any, ...]:
     """Return the fields of `Header` after the path, of a mapped file (version 2 or 3, little-endian), from its fifth
     byte on. Raise ValueError, KeyError, ArithmeticError or struct.error if the header is not valid."""
     data.seek(4)
@@ -133,7 +168,7 @@ def _tables(data: mmap.mmap, arrays: Collection[str]) -> tuple[Any, ...]:
         raise ValueError(f"alignment {alignment} is not a power of 2 up to {_ALIGNMENTS[-1]}")
     table = begin, data.tell()
     start = -(-data.tell() // alignment) * alignment
-    tensors = tuple(_stored(len(data), start, *info) for info in infos)
+    tensors = tuple(_stored(path, len(data), start, *info) for info in infos)
     if len({tensor.name for tensor in tensors}) != len(tensors):
         raise ValueError("two tensors have one name")
     for before, after in pairwise(sorted(tensors, key=lambda tensor: tensor.offset)):
@@ -178,14 +213,15 @@ def _value(data: mmap.mmap, kind: int, read_array: bool) -> Any:
     return None
 
 
-def _stored(size: int, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+def _stored(path: Path, size: int, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
     """Return the location of a tensor in a file of `size` bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if 0 in shape or shape[-1] % block:
         raise ValueError(f"rows of tensor {name} of shape {shape} are no multiple of the block of {block}")
-    stored = GgufTensor(name, GGMLQuantizationType(kind), shape, start + offset, math.prod(shape) // block * nbytes)
+    offset += start
+    stored = GgufTensor(name, GGMLQuantizationType(kind), shape, offset, math.prod(shape) // block * nbytes, path)
     if stored.offset + stored.nbytes > size:
         raise ValueError(f"tensor {name} goes beyond the end of the file")
     return stored

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files with byte-level BPE, split as their merges were learned.
+"""Tokenizers of GGUF files. Those with byte-level BPE are split as their merges were learned.
 
 The file names its pre-tokenizer (`tokenizer.ggml.pre`), whose patterns stand in llama.cpp's code (llama-vocab.cpp).
 transformers knows some of the names and splits all others like GPT-2. It also respells special tokens in the byte
@@ -168,3 +168,28 @@ def _spelled(texts: Sequence[str], added: Collection[int]) -> list[str]:
         text if number in added or known.issuperset(text) else "".join(alphabet[byte] for byte in text.encode())
         for number, text in enumerate(texts)
     ]
+
+
+def sentencepiece(path: Path, values: Mapping[str, Any]) -> Any:
+    """Return the transformers tokenizer of a file with another tokenizer, as transformers builds it from the metadata.
+    values: metadata, with tokens, their scores, types and merges. Raise errors of many types if values are wrong."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
+    except ImportError:  # older releases read the file themselves, in some seconds
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    parts = {name: values.get(f"tokenizer.{key}") for key, name in theirs.GGUF_TOKENIZER_MAPPING["tokenizer"].items()}
+    kind, texts = values["tokenizer.ggml.model"], values["tokenizer.ggml.tokens"]
+    given = {name: part for name, part in parts.items() if part is not None}
+    backend, _ = theirs.convert_gguf_tokenizer(str(values["general.architecture"]), given)
+    ids = {short: values.get(f"tokenizer.ggml.{key}_token_id") for key, short in _SPECIAL.items()}
+    # A class attribute, as an argument would be copied, which takes a second for the vocabulary of Gemma.
+    made = type("TokenizersBackend", (PreTrainedTokenizerFast,), {"_tokenizer": backend})
+    return made(
+        # The template of Gemma 4 writes <bos> itself; sentencepiece adds it unless the file states otherwise.
+        add_bos_token=kind != "gemma4" and values.get("tokenizer.ggml.add_bos_token", kind == "llama"),
+        add_eos_token=values.get("tokenizer.ggml.add_eos_token", False),
+        chat_template=values.get("tokenizer.chat_template"),
+        **{f"{short}_token": texts[number] for short, number in ids.items() if number is not None},
+    )

@@ -62,7 +62,7 @@ class Product:
         if x.dtype != self.dtype:
             raise NotImplementedError(f"it computes a projection in {x.dtype}, although its dtype is {self.dtype}")
         with unwatched():
-            if form is not None:
+            if form is not None and not x.is_meta:  # in a trial pass, weights have the shapes of plain ones
                 bias, kernel = None if bias is None else bias.float(), kernels.load_for(x.device)
                 return kernel.product(x if kernel.narrow else x.float(), weight, form, bias, self.compute).to(x.dtype)
             if x.is_meta or (weight.dtype == x.dtype and (x.dtype != torch.float32 or x.device.type != "cpu")):

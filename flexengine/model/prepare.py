@@ -31,7 +31,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput, size
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums, write_sums
 from flexengine.system.read_retries import opened
 
-FORMAT = 3  # part of every key; raise it when the conversion changes
+FORMAT = 4  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
 NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
 _HASHERS = 8  # threads at most

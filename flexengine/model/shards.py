@@ -85,7 +85,7 @@ def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
             yield from (rows.contiguous(),) if rows.nbytes <= PIECE_BYTES else pieces_of(rows[0])
 
 
-def write_shards(source: Path, directory: Path, nbytes: int, tensors: Iterable[StoredTensor]) -> None:
+def write_shards(source: Path, directory: Path, nbytes: int, tensors: Iterable[StoredTensor], text: str = "") -> None:
     """Write the tensors of a checkpoint in another format as safetensors shards with an index, and report it as an
     activity. One piece of a tensor is in memory, beside what `tensors` keeps there.
 
@@ -94,6 +94,7 @@ def write_shards(source: Path, directory: Path, nbytes: int, tensors: Iterable[S
         directory: to write to.
         nbytes: bytes of all tensors.
         tensors: the tensors. Up to SHARD_BYTES of them are taken before their pieces are read.
+        text: says what is done, for the activity; "" for a conversion of the whole checkpoint.
 
     Raises:
         BadCheckpoint: a tensor is not finite, occurs twice or has a dtype without a name; the message begins with its
@@ -102,7 +103,7 @@ def write_shards(source: Path, directory: Path, nbytes: int, tensors: Iterable[S
     """
     check_room(directory, f"weights of {source}", nbytes)
     kind = "file" if source.is_file() else "model"
-    text = f"converting {source.name} to safetensors, once for this {kind} ({size(nbytes)})"
+    text = text or f"converting {source.name} to safetensors, once for this {kind} ({size(nbytes)})"
     held, shard_of = list[StoredTensor](), dict[str, int]()  # tensors of the next shard, and shards by tensor
     held_bytes, total_bytes, shards = 0, 0, 1
 

@@ -75,7 +75,8 @@ def resolve(
     if directory and (path / ADAPTER_CONFIG).is_file():
         message(f"{path} holds {_adapter(path)}, which is not applied; to apply it, {_MERGE}", logging.WARNING)
     if verifier:
-        (verifier.directory if directory else verifier.gguf)(path)
+        for file in [path] if directory else resolve_name("flexengine.model.gguf_header:gguf_parts")(path):
+            (verifier.directory if directory else verifier.gguf)(file)
     if conversion is None:
         return ModelSource(path, name)
     files, build = resolve_name(conversion)(path, trust_remote_code, memory)

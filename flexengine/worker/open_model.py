@@ -78,6 +78,11 @@ class OpenModel:
         return self.skeleton.forms
 
     @property
+    def stored_forms(self) -> dict[str, WeightFormat]:
+        """Format of each parameter that is encoded in the checkpoint, by name."""
+        return {name: stored.form for name, stored in self.locations.items() if stored.form is not None}
+
+    @property
     def files(self) -> list[Path]:
         """Files that contain the weights; empty if there are no weights."""
         paths = {run.path for origin in self.locations.values() for run in origin.runs}
@@ -121,7 +126,9 @@ class OpenModel:
         if flash or self._flash is not None:
             self.flash.take_out(lossy)
             kept = self.flash.plain
-        skeleton.use_forms({name: form for name, form in self._formats(lossy.coded).items() if name not in kept})
+        coded, stored = self._formats(lossy.coded), self.stored_forms
+        formats = {**stored, **coded} if lossy.weights else {**coded, **stored}  # compute alone encodes plain matrices
+        skeleton.use_forms({name: form for name, form in formats.items() if name not in kept})
         self.held |= dict.fromkeys(self.forms, torch.uint8)
         self.origins = None if self.forms else self.locations
         self.facts = self._facts(lossy)
@@ -202,7 +209,7 @@ class OpenModel:
         tensor_facts = []
         for name, shape in shapes.items():
             stored, held = self.locations[name], self.held[name]
-            elements, size = stored.nbytes // stored.dtype.itemsize, stored.dtype.itemsize
+            elements, size = math.prod(stored.shape), stored.dtype.itemsize
             early, matrix = name in skeleton.early, len(shape) > 1
             fact = TensorFact(name, elements, size, held.itemsize, experts.get(name, 0), matrix, early=early)
             if (form := skeleton.forms.get(name)) is not None:
@@ -257,11 +264,17 @@ class OpenModel:
         """Return, by name, the location of each parameter in its format, after encoding weights that are not encoded
         yet. Raise as `model.encoding.encoded`."""
         if self.origins is None:
-            checkpoint = self.source.directory, self.given, self.locations
-            encoded = resolve_name(GUESTS["encoding"])
-            made = encoded(*checkpoint, self.forms, self.importances(), self.verifier)
-            self.origins = {**self.locations, **made}
+            stored, made = self.stored_forms, dict[str, Origin]()
+            if chosen := {name: form for name, form in self.forms.items() if form != stored.get(name)}:
+                checkpoint = self.source.directory, self.given, self.locations
+                encoded = resolve_name(GUESTS["encoding"])
+                made = encoded(*checkpoint, chosen, self.importances(), self.verifier)
+            self.origins = self.in_formats(made)
         return self.origins
+
+    def in_formats(self, made: Mapping[str, Origin]) -> dict[str, Origin]:
+        """Return, by name, the location of each parameter in its format. made: of those that are encoded here."""
+        return {name: made.get(name, stored.raw) for name, stored in self.locations.items()}
 
 
 class Trust(NamedTuple):
@@ -312,7 +325,7 @@ def open_model(
         skeleton = build_from(config, *given) if bare else build(*given)
         if kind != "cpu":  # for policies that a CPU's own memory has no use for
             resolve_name(GUESTS["halves"])(skeleton)
-    tensors = {} if bare else read_checkpoint(source.directory)
+    tensors = {} if bare else read_checkpoint(source.directory, source.given)
     skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
     if layers is not None:
         use_range = resolve_name(GUESTS["range of layers"])

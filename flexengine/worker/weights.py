@@ -24,6 +24,7 @@ from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Mover, Regions, Transfer, part_of, spread
 from flexengine.worker.resident import ResidentReads
 
+PAIRS = "flexengine.model.row_pairs"  # imported if a GGUF file has rows in pairs
 TURNED = 4 << 20  # bytes; most memory outside the ledgers for a matrix that is transposed
 Pieces = list[Region]  # the bytes of a tensor, in order
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # by name of a tensor: pieces and shape
@@ -49,6 +50,7 @@ class Weights:
         self._regions = Regions(machine)
         self._pieces: dict[str, Pieces] = {}  # by name, on the tensor's tier
         self._resident: dict[str, Tensor] = {}
+        self._pairs: dict[str, tuple[int, int]] = {}  # by name, `Origin.pairs`
         try:
             self.arrivals = ResidentReads(machine, self._regions, layout)
             self._make_room()
@@ -103,6 +105,10 @@ class Weights:
         """
         self.arrivals.load_resident(unit)
         complete = unit < len(self.skeleton.layers) and unit not in self.arrivals.units
+        for name in self._pairs.keys() & self.skeleton.layers[unit] if complete else ():
+            if self._tier(name) != DISK:
+                self._part(name, self._tier(name), self._pieces[name][0])
+                self.machine.synchronize()
         # Reorder the layer's weights for the CPU's products; with 16-bit activations, torch multiplies.
         if complete and self.machine.compute.type == "cpu" and self.skeleton.product.dtype == torch.float32:
             for name, param in self.skeleton.layers[unit].items():
@@ -122,7 +128,12 @@ class Weights:
         first, head = 0, len(self.skeleton.layers)
         for name, tier in self.layout.homes.items():
             stored = self._stored[name]
-            source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]
+            runs, further = stored.runs, place_of(tier).disk and tier != DISK
+            if stored.pairs and further:  # a further disk gets the rows in order
+                runs = resolve_name(f"{PAIRS}:in_order")(stored)
+            elif stored.pairs:
+                self._pairs[name] = stored.pairs
+            source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in runs]
             if tier == DISK:
                 self._pieces[name] = source
                 continue
@@ -131,7 +142,7 @@ class Weights:
             nbytes = stored.nbytes // stored.dtype.itemsize * dtype.itemsize
             region = self._regions.take(tier, nbytes, "weights", dtype)
             self._pieces[name] = [region]
-            if place_of(tier).disk:
+            if further:
                 self.arrivals.onto_disk(unit, source, self.machine.tier(tier), region)
                 continue
             target = self.machine.tier(tier).view(region)
@@ -168,6 +179,12 @@ class Weights:
         names = [n for n in here if n not in without]
         stages, slots = self._stage_homes(unit, slot, home), self._slot_regions(unit, slot)
         self._mover.load(home, hop, [Transfer(self.units[unit][n][0], stages.get(n), slots[n]) for n in names])
+        for name in self._pairs.keys() & names if home == DISK and not hop else ():
+            self._part(name, *(("host", stages[name]) if stages else (DEVICE, slots[name])))
+
+    def _part(self, name: str, tier: str, region: Region) -> None:
+        """Put the rows of a tensor that was read in order."""
+        resolve_name(f"{PAIRS}:part_pairs")(self.machine.tier(tier).view(region), *self._pairs[name])
 
     def load_rows(self, unit: int, slot: int, home: str, hop: int, names: Sequence[str], rows: Sequence[int]) -> None:
         """Copy rows of streamed tensors one leg toward the slot; see `Mover.load`.

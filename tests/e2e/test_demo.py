@@ -17,7 +17,7 @@ from flexengine.errors import ModelNotFound
 from flexengine.model import source
 from flexengine.model.source import resolve
 from flexengine.shell.commands import run
-from tests.helpers.prepared import tensors_of
+from tests.helpers.prepared import gguf_tensors_of
 
 SUBJECTS = ("a river", "the moon", "bread", "an old clock")
 FORMS = (
@@ -107,7 +107,7 @@ def demo() -> Path:
 @pytest.mark.slow
 @pytest.mark.demo
 def test_demo_weights_are_those_of_transformers(theirs: tuple[Any, Any], demo: Path) -> None:
-    ours, model = tensors_of(demo), theirs[1]
+    ours, model = gguf_tensors_of(demo, source.demo_file()), theirs[1]
     weights = model.state_dict()
     assert set(weights) - set(ours) == {"lm_head.weight"}
     assert len(ours) == 272

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     Qwen3Config,
@@ -28,6 +29,39 @@ FAMILIES = {
         Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=128, moe_intermediate_size=768),
     ),
 }
+
+_MORE = dict(SHAPE, head_dim=16)
+# Families whose config flexengine makes itself: architecture of GGUF, and fields that differ from SHAPE.
+MORE = {
+    "gemma": (MODEL_ARCH.GEMMA, dict(_MORE, head_dim=24, tie_word_embeddings=True)),
+    "olmo2": (MODEL_ARCH.OLMO2, _MORE),
+    "olmoe": (MODEL_ARCH.OLMOE, dict(SHAPE, num_experts=4, num_experts_per_tok=2, clip_qkv=5.0)),
+    "granite": (
+        MODEL_ARCH.GRANITE,
+        dict(
+            SHAPE, residual_multiplier=0.5, attention_multiplier=0.2, embedding_multiplier=1.5, logits_scaling=3.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "glm4": (MODEL_ARCH.GLM4, dict(_MORE, pad_token_id=0, attention_bias=True)),
+    "smollm3": (MODEL_ARCH.SMOLLM3, dict(SHAPE, num_hidden_layers=4, pad_token_id=0)),
+    "seed_oss": (MODEL_ARCH.SEED_OSS, dict(_MORE, attention_bias=True)),
+    "ernie4_5": (MODEL_ARCH.ERNIE4_5, _MORE),
+    "hunyuan_v1_dense": (MODEL_ARCH.HUNYUAN_DENSE, _MORE),
+    "arcee": (MODEL_ARCH.ARCEE, dict(SHAPE, hidden_act="relu2")),
+}  # fmt: skip
+FAMILIES |= {
+    name: (arch, AutoConfig.for_model(name, **{"tie_word_embeddings": False, "eos_token_id": 7, **fields}))
+    for name, (arch, fields) in MORE.items()
+}
+# As llama.cpp's converters do: families whose rows of q and k are interleaved, and whose norms get 1 more.
+PERMUTED = (MODEL_ARCH.LLAMA, MODEL_ARCH.GRANITE, MODEL_ARCH.SMOLLM3, MODEL_ARCH.ARCEE)
+# Keys of metadata by fields of configs.
+KEYS = {
+    "attention_multiplier": "attention.scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    "embedding_multiplier": "embedding_scale", "clip_qkv": "attention.clamp_kqv", "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+}  # fmt: skip
 
 
 # --- tiny GGUF files, written the way llama.cpp's convert_hf_to_gguf.py writes them
@@ -56,18 +90,23 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndar
             out += [(f"blk.{block}.ffn_up_exps.weight", weights[:, half:]),
                     (f"blk.{block}.ffn_gate_exps.weight", weights[:, :half])]  # fmt: skip
             continue
-        if arch is MODEL_ARCH.LLAMA and "q_proj" in name:
+        if name.endswith("experts.down_proj"):
+            out.append((f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weights))
+            continue
+        if arch in PERMUTED and "q_proj" in name:
             weights = permute(weights, config.num_attention_heads)
-        if arch is MODEL_ARCH.LLAMA and "k_proj" in name:
+        if arch in PERMUTED and "k_proj" in name:
             weights = permute(weights, config.num_key_value_heads)
-        stem = name.removesuffix(".weight")
-        out.append((f"{names.get_name(stem)}.weight", weights))
+        if arch is MODEL_ARCH.GEMMA and name.endswith("norm.weight"):
+            weights = weights + 1
+        stem, dot, suffix = name.rpartition(".")
+        out.append((f"{names.get_name(stem)}{dot}{suffix}", weights))
     return out
 
 
 def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=lambda writer: None) -> Path:
     arch, config = FAMILIES[family]
-    writer = GGUFWriter(path, {MODEL_ARCH.QWEN3MOE: "qwen3moe", MODEL_ARCH.QWEN3: "qwen3"}.get(arch, "llama"))
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -77,14 +116,16 @@ def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    if arch is MODEL_ARCH.LLAMA:
-        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    else:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = int(width * config.rope_parameters.get("partial_rotary_factor", 1))
+    if arch is MODEL_ARCH.LLAMA or turned != width:
+        writer.add_rope_dimension_count(turned)
+    if arch is not MODEL_ARCH.LLAMA and hasattr(config, "head_dim"):
         writer.add_key_length(config.head_dim)
-    if arch is MODEL_ARCH.QWEN3MOE:
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for field, key in KEYS.items():
+        if (value := getattr(config, field, None)) is not None:
+            add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+            add(f"{MODEL_ARCH_NAMES[arch]}.{key}", value)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 7)
     extra(writer)
     for name, weights in tensors:

@@ -14,6 +14,7 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     GgufConfig,
@@ -23,9 +24,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, FlexError, OutOfMemory, UnsupportedModel
-from flexengine.model import gguf, gguf_header, shards
+from flexengine.model import gguf, gguf_header, gguf_places, shards
 from flexengine.model.source import resolve
-from tests.helpers.prepared import tensors_of
+from tests.helpers.prepared import gguf_tensors_of, tensors_of
 from tests.helpers.strategies import flipped
 from tests.helpers.tiny_gguf import (
     FAMILIES,
@@ -45,16 +46,22 @@ def prepared_gguf(path):
     return resolve(str(path)).directory
 
 
+def tensors_in(path):
+    return gguf_tensors_of(prepared_gguf(path), path)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_gives_back_the_model_it_was_made_from(tmp_path, family):
     model = tiny_model(family)
-    directory = prepared_gguf(write_gguf(tmp_path / "m.gguf", family, gguf_tensors(family, model)))
-    tensors = tensors_of(directory)
+    path = write_gguf(tmp_path / "m.gguf", family, gguf_tensors(family, model))
+    directory, tensors = prepared_gguf(path), tensors_in(path)
+    assert sum(file.stat().st_size for file in directory.glob("*.safetensors")) < path.stat().st_size / 10
     expected = model.state_dict()
     assert set(expected) - set(tensors) == ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     for name, tensor in tensors.items():
         assert torch.equal(tensor, expected[name]), name
-    again = AutoModelForCausalLM.from_pretrained(directory).eval()
+    again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).eval()
+    again.load_state_dict(tensors, strict=False)
     ids = torch.arange(12).reshape(1, 12)
     torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-6)  # eps is a float32 there
     assert again.config.eos_token_id == 7
@@ -68,7 +75,7 @@ def test_quantised_tensors_become_float32_and_half_ones_stay(tmp_path):
         return next((k for part, k in kinds.items() if part in name), Q.F32)
 
     model = tiny_model("llama")
-    tensors = tensors_of(prepared_gguf(write_gguf(tmp_path / "m.gguf", "llama", gguf_tensors("llama", model), kind)))
+    tensors = tensors_in(write_gguf(tmp_path / "m.gguf", "llama", gguf_tensors("llama", model), kind))
     dtypes = {"v_proj": torch.float16, "down_proj": torch.bfloat16}
     heads = {"q_proj": 4, "k_proj": 2}
     parts = {"up_proj": Q.Q4_0, "q_proj": Q.Q8_0, "k_proj": Q.Q4_0, "v_proj": Q.F16, "down_proj": Q.BF16}
@@ -89,10 +96,10 @@ def test_quantised_tensors_become_float32_and_half_ones_stay(tmp_path):
 
 @pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.F32, Q.Q8_0])
 def test_config_dtype(tmp_path, kind):
-    directory = prepared_gguf(tiny_gguf(tmp_path / "m.gguf", kind=lambda name: kind))
+    directory = prepared_gguf(path := tiny_gguf(tmp_path / "m.gguf", kind=lambda name: kind))
     dtype = {Q.F16: "float16", Q.BF16: "bfloat16"}.get(kind, "float32")
     assert json.loads((directory / "config.json").read_text())["dtype"] == dtype
-    kinds = {tensor.dtype for tensor in tensors_of(directory).values() if tensor.ndim == 2}
+    kinds = {tensor.dtype for tensor in tensors_in(path).values() if tensor.ndim == 2}
     assert kinds == {getattr(torch, dtype)}
 
 
@@ -101,22 +108,23 @@ def test_the_same_as_transformers_on_a_quantised_mixture_of_experts(tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="m.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     ).state_dict()
-    ours = tensors_of(prepared_gguf(path))
+    ours = tensors_in(path)
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", Q.Q8_0), ("llama-untied", Q.F16), ("qwen3moe", Q.F32)])
 def test_rows_are_converted_in_pieces(tmp_path, monkeypatch, family, kind):
-    """Also those that are moved or merged; only norms are read whole."""
-    whole = tensors_of(prepared_gguf(path := tiny_gguf(tmp_path / "m.gguf", family, kind=lambda name: kind)))
+    """Also those that are moved or merged; only norms are read whole. As if products could not read them encoded."""
+    whole = tensors_in(path := tiny_gguf(tmp_path / "m.gguf", family, kind=lambda name: kind))
+    monkeypatch.setattr(gguf, "_stays", lambda *_: False)
     pieces, read = list[int](), list[str]()
     check, read_whole = shards.check_finite, gguf._read
     monkeypatch.setattr(gguf, "PIECE_BYTES", 1000)
     monkeypatch.setattr(shards, "check_finite", lambda name, x, where: (pieces.append(x.nbytes), check(name, x, where)))
-    monkeypatch.setattr(gguf, "_read", lambda path, tensor: (read.append(tensor.name), read_whole(path, tensor))[1])
+    monkeypatch.setattr(gguf, "_read", lambda tensor: (read.append(tensor.name), read_whole(tensor))[1])
     (tmp_path / "d").mkdir()
-    gguf.convert(path, tmp_path / "d", memory=2000)
+    gguf.convert([path], tmp_path / "d", memory=2000)
     tensors = tensors_of(tmp_path / "d")
     assert tensors.keys() == whole.keys()
     assert all(torch.equal(tensors[name], whole[name]) for name in whole)
@@ -129,12 +137,12 @@ def test_only_moves_of_rows_are_recognised():
     matrix, vector = (gguf_header.GgufTensor("x", Q.F32, shape, 0, 4) for shape in ((6, 4), (6,)))
 
     def rows_of(change, *group):
-        return gguf._rows_of([*group], lambda group, weights: {"a": change(*map(weights, range(len(group)), group))})
+        return gguf.rows_of([*group], lambda group, weights: change(*map(weights, range(len(group)), group)))
 
-    assert rows_of(lambda x: x[::-1], matrix)["a"].ravel().tolist() == [5, 4, 3, 2, 1, 0]
-    both = rows_of(lambda x, y: np.stack([x, y], 1), matrix, matrix)["a"]
+    assert rows_of(lambda x: x[::-1], matrix).ravel().tolist() == [5, 4, 3, 2, 1, 0]
+    both = rows_of(lambda x, y: np.stack([x, y], 1), matrix, matrix)
     assert both.shape == (6, 2, 1)
-    assert both[1].ravel().tolist() == [1, gguf._ROWS + 1]
+    assert both[1].ravel().tolist() == [1, gguf_places.ROWS + 1]
     changes = (lambda x: x.T, lambda x: x - 1, lambda x: np.log(-x), lambda x: x[:5], lambda x: x.reshape(6, 4))
     assert [rows_of(change, matrix) for change in changes] == [None] * 5
     assert rows_of(lambda x: x, vector) is None
@@ -157,37 +165,37 @@ def test_a_vocabulary_that_transformers_reads_must_fit(tmp_path):
     with pytest.raises(
         OutOfMemory, match=r"the tokenizer of .*m.gguf, .* needs 288 kB, but .* of 200 kB .*safetensors"
     ):
-        gguf.convert(tiny_gguf(tmp_path / "m.gguf", extra=extra), tmp_path / "d", memory=200_000)
+        gguf.convert([tiny_gguf(tmp_path / "m.gguf", extra=extra)], tmp_path / "d", memory=200_000)
     assert not list((tmp_path / "d").iterdir())
 
 
 def test_a_tensor_that_is_converted_whole_is_not_in_memory_before_its_pieces_are_read(tmp_path):
     path, kept = tiny_gguf(tmp_path / "m.gguf"), list[weakref.ref]()
-    norm = next(tensor for tensor in gguf.read_header(path).tensors if tensor.name == "output_norm.weight")
+    norm = next(tensor for tensor in gguf_header.read_header(path).tensors if tensor.name == "output_norm.weight")
 
-    def processed(group, weights):
-        kept.append(weakref.ref(values := weights(0, norm) + 1))
-        return {"a": values}
+    def made():
+        kept.append(weakref.ref(values := gguf._read(norm) + 1))
+        return values
 
-    (tensor,) = gguf._whole_tensors(path, [norm], processed)
+    tensor = gguf.whole_tensor(path, "a", torch.float32, made)
     assert (tensor.dtype, tensor.shape) == (torch.float32, (64,))
     assert all(ref() is None for ref in kept)
-    assert torch.equal(torch.cat([*tensor.pieces]), torch.from_numpy(gguf._read(path, norm) + 1))
+    assert torch.equal(torch.cat([*tensor.pieces]), torch.from_numpy(gguf._read(norm) + 1))
 
 
 def test_row_numbers_of_all_tensors_are_not_held_at_once(tmp_path, monkeypatch):
-    rows_of, made, held = gguf._rows_of, list[weakref.ref](), list[int]()
+    rows_of, made, held = gguf.rows_of, list[weakref.ref](), list[int]()
 
     def watched(group, processed):
         held.append(sum(ref() is not None for ref in made))
         found = rows_of(group, processed)
-        made.extend(weakref.ref(numbers) for numbers in (found or {}).values())
+        made.extend([] if found is None else [weakref.ref(found)])
         return found
 
-    monkeypatch.setattr(gguf, "_rows_of", watched)
+    monkeypatch.setattr(gguf, "rows_of", watched)
     monkeypatch.setattr(shards, "SHARD_BYTES", 1)
     (tmp_path / "d").mkdir()
-    gguf.convert(tiny_gguf(tmp_path / "m.gguf"), tmp_path / "d")
+    gguf.convert([tiny_gguf(tmp_path / "m.gguf")], tmp_path / "d")
     assert max(held) <= 2
     assert len(held) > 20
 
@@ -203,12 +211,12 @@ def test_an_outline_has_no_vocabulary_and_no_weights(tmp_path, monkeypatch):
     tokens = [f"token {i}" for i in range(96)]
     path = tiny_gguf(tmp_path / "m.gguf", extra=lambda writer: writer.add_token_list(tokens))
     monkeypatch.setattr(gguf_header, "_MAX_OUTLINED", 500)
-    header = gguf.read_header(path, ["tokenizer.ggml.tokens"])
+    header = gguf_header.read_header(path, ["tokenizer.ggml.tokens"])
     assert header.values["tokenizer.ggml.tokens"] == tokens
     values = {key: value for key, value in header.values.items() if key != "llama.vocab_size"}
     places = {key: header.places[key] for key in values}
     gguf_header.write_outline(replace(header, values=values, places=places), tmp_path / "o.gguf")
-    outline = gguf.read_header(tmp_path / "o.gguf")
+    outline = gguf_header.read_header(tmp_path / "o.gguf")
     assert outline.values == {**{key: values[key] for key in values if key != "tokenizer.ggml.tokens"},
                               "llama.vocab_size": 96}  # fmt: skip
     assert [(x.name, x.shape) for x in outline.tensors] == [(x.name, x.shape) for x in header.tensors]
@@ -256,7 +264,7 @@ def test_what_transformers_would_drop_or_invent_is_refused(tmp_path):
 def test_a_single_end_of_a_turn_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf, "end_tokens", lambda path, values: [5])
     (tmp_path / "d").mkdir()
-    gguf.convert(tiny_gguf(tmp_path / "m.gguf"), tmp_path / "d")
+    gguf.convert([tiny_gguf(tmp_path / "m.gguf")], tmp_path / "d")
     assert json.loads((tmp_path / "d" / "generation_config.json").read_text())["eos_token_id"] == 5
 
 
@@ -268,7 +276,7 @@ def test_an_array_of_too_many_elements_is_refused():
 
 def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):
     good = tiny_gguf(tmp_path / "m.gguf").read_bytes()
-    start = min(tensor.offset for tensor in gguf.read_header(tmp_path / "m.gguf").tensors)
+    start = min(tensor.offset for tensor in gguf_header.read_header(tmp_path / "m.gguf").tensors)
     bad, refused = tmp_path / "bad.gguf", list[bool]()
 
     @given(size=st.integers(0, 64) | st.integers(0, len(good) - 1))
@@ -276,7 +284,7 @@ def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):
     def cut_is_refused(size):
         bad.write_bytes(good[:size])
         with pytest.raises(BadCheckpoint, match=r"bad\.gguf"):
-            gguf.read_header(bad)
+            gguf_header.read_header(bad)
 
     @given(changes=st.lists(st.tuples(st.integers(0, start - 1), st.integers(0, 255)), min_size=1, max_size=3))
     @settings(max_examples=500)
@@ -286,7 +294,7 @@ def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):
             data[at] = byte
         bad.write_bytes(data)
         try:
-            gguf.read_header(bad)
+            gguf_header.read_header(bad)
         except FlexError:
             refused.append(True)
 
@@ -326,7 +334,7 @@ def test_every_quantisation(tmp_path, kind, monkeypatch):
         tensors.append((name, stored))
         decoded[name] = dequantize(stored, kind)
     path = write_gguf(tmp_path / "m.gguf", "llama", tensors, lambda name: kind)
-    ours = tensors_of(prepared_gguf(path))
+    ours = tensors_in(path)
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, 1)
     heads = {"attn_q": 4, "attn_k": 2}
     for name, tensor in ours.items():
@@ -358,7 +366,7 @@ def test_what_the_package_cannot_decode_is_refused(tmp_path, kind, monkeypatch):
 
 def test_overlapping_and_repeated_tensors_are_refused(tmp_path):
     path = tiny_gguf(tmp_path / "m.gguf")
-    good, (first, second) = path.read_bytes(), gguf.read_header(path).tensors[:2]
+    good, (first, second) = path.read_bytes(), gguf_header.read_header(path).tensors[:2]
     entry = second.name.encode() + struct.pack("<I", len(second.shape))
     place = good.index(entry) + len(entry) + 8 * len(second.shape) + 4  # name, dimensions, their sizes, type: offset
     path.write_bytes(good[:place] + bytes(8) + good[place + 8 :])
@@ -398,7 +406,7 @@ def test_hostile_gguf_values(tmp_path, cache, key, value):
 def test_damaged_gguf_files_convert_or_are_refused(tmp_path, cache):
     path, refused = tmp_path / "m.gguf", list[bool]()
     good = tiny_gguf(path).read_bytes()
-    start = min(tensor.offset for tensor in gguf.read_header(path).tensors)
+    start = min(tensor.offset for tensor in gguf_header.read_header(path).tensors)
 
     @given(header=flipped(good[:start]).flatmap(flipped))
     @settings(max_examples=60)

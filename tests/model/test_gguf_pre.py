@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model import gguf_pre
@@ -222,4 +222,8 @@ def test_the_first_space_of_sentencepiece_follows_the_flag(tmp_path, space):
     ids = tokenizer("a a")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁a" if space else "a", "▁a"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a a"
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    for text in ("a a", "a<s>a</s> a", " a", "A 7 a!") if space else ():
+        assert tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
+    assert (tokenizer.special_tokens_map, len(tokenizer)) == (theirs.special_tokens_map, len(theirs))
     assert json.loads((directory / "tokenizer.json").read_text())["pre_tokenizer"]["type"] == "Metaspace"

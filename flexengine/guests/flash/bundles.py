@@ -18,7 +18,7 @@ from flexengine.codec.records import CODED, PLAIN, RecordForm
 from flexengine.errors import BadCheckpoint, InvalidInput, size
 from flexengine.guests.flash.feed_forward import Blocks, FeedForward
 from flexengine.model.checkpoint import Origin
-from flexengine.model.encoding import in_threads, read_part
+from flexengine.model.encoding import decoded_size, in_threads, read_part
 from flexengine.model.prepare import directory_for, prepared
 from flexengine.model.shards import TensorFiles, TensorPart, check_room
 from flexengine.worker.open_model import OpenModel
@@ -160,7 +160,7 @@ def _rows(origin: Origin, low: int, high: int) -> Tensor:
 def _columns(origin: Origin, low: int, high: int) -> Tensor:
     rows, count = origin.shape
     if high - low == count:
-        return read_part(origin, 0, origin.nbytes).view(rows, count)
+        return read_part(origin, 0, decoded_size(origin)).view(rows, count)
     size, columns = origin.dtype.itemsize, torch.empty(rows, high - low, dtype=origin.dtype)
     for row in range(rows):
         columns[row] = read_part(origin, (row * count + low) * size, (high - low) * size)

@@ -160,7 +160,9 @@ class FlashModel:
 
     def refusal(self, lossy: Lossy) -> str | None:
         """Return why these switches cannot be used; None if they can."""
-        reason = self._not_sparsified(lossy) if lossy.sparsify is not None else None
+        reason = self._encoded_in_file()
+        if reason is None and lossy.sparsify is not None:
+            reason = self._not_sparsified(lossy)
         if reason is None and lossy.flash:
             reason = self._not_sparse(lossy) or self._not_trained(lossy)
         return reason
@@ -177,6 +179,12 @@ class FlashModel:
             words += f" --sparsify {portion}" + ("" if text == BUNDLED else f" --calibration-text {text}")
             lacks += f" for sparsify {portion} with this text for its thresholds"
         return f"{name} has {lacks}; train them: flexengine flash train {words}, or let flash be {ORACLE}"
+
+    def _encoded_in_file(self) -> str | None:
+        if not (encoded := self.model.stored_forms):
+            return None
+        fault = f"flash and sparsify read weights as a checkpoint has them, but {len(encoded)} matrices of"
+        return f"{fault} {self.model.source.name} are encoded in its file; leave them out, or take a plain checkpoint"
 
     def _experts_refused(self, lossy: Lossy) -> str | None:
         name = self.model.source.name

@@ -20,6 +20,7 @@ from flexengine.plan.search import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.terms import CACHE, WEIGHTS, fraction, routes
 from flexengine.plan.workload import Workload
 from flexengine.policy import ALL_CACHE, Policy
+from flexengine.shell.explain.formats import form_words
 from flexengine.shell.explain.links import price_words, worker_words
 from flexengine.shell.explain.stagger import sharing_words
 from flexengine.shell.explain.whatif import Help
@@ -53,7 +54,7 @@ def report(
     """
     words = worker_words(model, hardware, workload, prediction) if alone else []
     parts = [
-        [f"{model_name} on {machine(hardware, model)}", job_size(workload), *model.as_modules],
+        [f"{model_name} on {machine(hardware, model)}", job_size(workload), *form_words(model), *model.as_modules],
         [*policy_words(prediction.policy), *topk_words(model, prediction)],
         placement(model, workload, prediction, hardware.shared),
         [*memory(prediction, hardware, verbose), *neuron_words(model, prediction)],

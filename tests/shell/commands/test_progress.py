@@ -36,7 +36,7 @@ def test_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     lines = capsys.readouterr().err.splitlines()
     wanted = [
         r"lossy: weights int8; flexengine quality shows what that costs",
-        r"converting m\.gguf to safetensors, once for this file \(\S+ kB\)",
+        r"preparing m\.gguf, once for this file \(\S+ kB beside the weights in it\)",
         r"converting: done in (\d:\d\d|\d\.\d\d s)",
         r"plan: weights \S+ kB \(RAM\); KV cache \S+ kB \(RAM\); block of 1 sequence \(1 gpu_batch\); bottleneck: .*",
         r"encoding \d+ matrices, once for this model and format \(\S+ kB become \S+ kB\)",

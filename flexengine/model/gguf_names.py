@@ -1,0 +1,93 @@
+"""Tensors of GGUF files by the parameters of a model, and the changes that llama.cpp's converters made to them.
+
+Names come from gguf-py's map from names of checkpoints (`gguf.get_tensor_name_map`), the changes from llama.cpp's
+convert_hf_to_gguf.py. A change is undone on arrays of any content: on row numbers, to learn where rows went, or on
+weights.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.model.gguf_header import GgufTensor, Header
+
+ROPE_FREQS = "rope_freqs.weight"  # divisors of frequencies, no parameter
+Array = np.ndarray[Any, Any]
+_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*experts\.(gate_up|down)_proj$")
+_EXPERT_BIAS = re.compile(r"(?:^|\.)layers\.(\d+)\..*e_score_correction_bias$")
+# By architecture: whether rows of queries and keys are interleaved, so that rotary positions turn neighbours.
+_INTERLEAVED = {"llama", "granite", "granitemoe", "smollm3", "arcee", "deci", "olmo", "minicpm", "baichuan"}
+_PLUS_ONE = {"gemma", "gemma2", "gemma3", "nemotron"}  # norms whose weight the model adds to 1
+_TURNED = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")  # of GPT-2: [in, out]
+
+
+def parts_of(header: Header, model: Any) -> dict[str, list[GgufTensor]]:
+    """Return the tensors that each parameter is made of, in order. Raise UnsupportedModel if the family is not known or
+    there is no parameter of a tensor, BadCheckpoint if a part of a parameter is missing.
+
+    Args:
+        model: of transformers, on the meta device.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == header.architecture), None)
+    if arch is None:
+        raise UnsupportedModel(f"{header.path}: the gguf package has no names for {header.architecture!r}")
+    names = get_tensor_name_map(arch, model.config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    parts, prefix = dict[str, list[GgufTensor]](), f"{model.base_model_prefix}."
+    for name in model.state_dict():
+        wanted = _stored_names(name, names) or _stored_names(name.removeprefix(prefix), names)
+        own = [tensors.pop(part) for part in wanted if part in tensors]
+        if own and len(own) < len(wanted):
+            fault = f"lacks a part of {name}, which is made of {' and '.join(wanted)}"
+            raise BadCheckpoint(f"{header.path} {fault}")
+        if own:
+            parts[name] = own
+    tensors.pop(ROPE_FREQS, None)
+    if tensors:
+        fault = f"{len(tensors)} tensors, among them {[*tensors][:3]}, have no place in {type(model).__name__}"
+        raise UnsupportedModel(f"{header.path}: {fault}")
+    return parts
+
+
+def _stored_names(name: str, names: Any) -> list[str]:
+    """Return the names of the tensors that a parameter is made of; [] if there are none. names: gguf-py's map."""
+    if match := _EXPERTS.search(name):
+        kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        return [f"blk.{match[1]}.ffn_{kind}_exps.weight" for kind in kinds]
+    if match := _EXPERT_BIAS.search(name):
+        return [f"blk.{match[1]}.exp_probs_b.bias"]
+    stem, dot, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        stem, dot, suffix = name, ".", "weight"
+    found = names.get_name(stem)
+    return [] if found is None else [f"{found}{dot}{suffix}"]
+
+
+def undone(architecture: str, config: Any, tensors: Sequence[GgufTensor], arrays: Sequence[Array]) -> Array:
+    """Return a parameter from its tensors, as the checkpoint had it.
+
+    Args:
+        config: of the model.
+        tensors: as `parts_of` returns them for the parameter.
+        arrays: their content, or other arrays that differ in the last dimension.
+    """
+    name, x = tensors[0].name, arrays[0]
+    if len(arrays) > 1:  # gate and up projection of experts
+        return np.concatenate(arrays, axis=1)
+    if architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
+        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
+        return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    if architecture in _PLUS_ONE and "norm.weight" in name:
+        return x - 1
+    if architecture == "bloom" and "attn_qkv" in name:
+        return np.stack(np.split(x.reshape(3 * config.n_head, -1, *x.shape[1:]), 3), axis=1).reshape(x.shape)
+    if architecture == "gpt2" and name.endswith(_TURNED):
+        return x.T
+    if name.endswith("ffn_gate_inp_shexp.weight") and len(tensors[0].shape) == 1:
+        return x[None]
+    return x
