@@ -24,7 +24,7 @@ from flexengine.kernels.paged import PagedAttention, PagedTokens
 if TYPE_CHECKING:
     from flexengine.codec.records import RecordForm
 
-ACTS = ("silu", "gelu_tanh", "relu", "gelu", "gelu_quick", "relu_squared")  # in the order of enum Act of elementwise.h
+ACTS = ("silu", "gelu_tanh", "relu", "gelu", "gelu_quick", "relu_squared")  # first ones of enum Act of elementwise.h
 Compute = Literal["bf16", "int8"]  # dtype that a product rounds x to before it multiplies; None: no rounding
 
 

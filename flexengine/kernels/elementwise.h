@@ -77,13 +77,17 @@ void Norm::run(int64_t low, int64_t high) const {
     for (int64_t m = low; m < high; m++) norm_row(*this, m);
 }
 
-// Head by head: out = x, but its first `turned` elements are x * cos + y * sin, where y are the same elements with their
-// halves exchanged, the new first half negated; with `pairs`, the two elements of each pair. After the `dim` elements of
-// x follow extra[token, head], if extra is not null, and zeros. out: [tokens, heads, width].
+// Which elements of a head rotary positions turn together: d and half + d; 2 * d and 2 * d + 1; or these, with the results
+// at d and half + d.
+enum Pairing : int32_t { HALVES = 0, PAIRS = 1, PAIRS_TO_HALVES = 2 };
+
+// Head by head: out = x, but its first `turned` elements are x * cos + y * sin, where y are the same elements, exchanged
+// within each pair, the new first one negated. After the `dim` elements of x follow extra[token, head], if extra is not
+// null, and zeros, up to `width` elements.
 struct Rotate {
     const float *x, *cos, *sin, *extra; float* out;
-    int64_t tokens, heads, dim, turned, width, x_row, x_head, angle_row, extra_row;
-    int32_t pairs;
+    int64_t tokens, heads, dim, turned, width, x_row, x_head, out_row, out_head, angle_row, extra_row;
+    int32_t pairing;
 
     int64_t rows_of_tasks() const { return tokens; }
     int64_t row_elements() const { return heads * width; }
@@ -95,12 +99,15 @@ void rotate_token(const Rotate& a, int64_t t) {
     const float *cos = a.cos + t * a.angle_row, *sin = a.sin + t * a.angle_row;
     for (int64_t h = 0; h < a.heads; h++) {
         const float *x = a.x + t * a.x_row + h * a.x_head, *y = x + half;
-        float* out = a.out + (t * a.heads + h) * a.width;
-        if (a.pairs) {
+        float* out = a.out + t * a.out_row + h * a.out_head;
+        if (a.pairing == PAIRS) {
             for (int64_t d = 0; d < a.turned; d += 2) {
                 out[d] = x[d] * cos[d] + -x[d + 1] * sin[d];
                 out[d + 1] = x[d + 1] * cos[d + 1] + x[d] * sin[d + 1];
             }
+        } else if (a.pairing == PAIRS_TO_HALVES) {
+            for (int64_t d = 0; d < half; d++) out[d] = x[2 * d] * cos[d] + -x[2 * d + 1] * sin[d];
+            for (int64_t d = 0; d < half; d++) out[half + d] = x[2 * d + 1] * cos[half + d] + x[2 * d] * sin[half + d];
         } else {
             for (int64_t d = 0; d < half; d++) out[d] = x[d] * cos[d] + -y[d] * sin[d];
             for (int64_t d = 0; d < half; d++) out[half + d] = y[d] * cos[half + d] + x[d] * sin[half + d];
@@ -130,12 +137,18 @@ struct Add {
     }
 };
 
-// gate = act(gate) * up, [rows, n]; up: null for ones
-enum Act : int32_t { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3, GELU_QUICK = 4, RELU_SQUARED = 5 };
+// out = act(gate) * up; up: null for ones. gate: [rows, n]. up and out: [rows, n * each], whose `each` neighbours have one
+// gate. CLIP limits a number to -limit and limit, SCALE multiplies it by limit; others do not use limit. out may be the
+// memory of gate if `each` is 1.
+enum Act : int32_t {
+    SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3, GELU_QUICK = 4, RELU_SQUARED = 5, LOGISTIC = 6, SOFTPLUS = 7, CLIP = 8,
+    SCALE = 9
+};
 struct Gate {
-    float* gate; const float* up;
-    int64_t rows, n, row, up_row;
+    const float *gate, *up; float* out;
+    int64_t rows, n, each, row, up_row, out_row;
     int32_t act;
+    float limit;
 
     int64_t spans() const { return (n + EACH_TASK - 1) / EACH_TASK; }  // of a row
     int64_t rows_of_tasks() const { return rows * spans(); }
@@ -174,35 +187,61 @@ inline vf gelu(vf x) { return vmul(vmul(vset(0.5f), x), vadd(vset(1.f), verf(vmu
 
 inline vf relu(vf x) { return vbelow(x, vset(0.f), vset(0.f), x); }  // NaN stays NaN
 
-inline vf activated(int32_t act, vf x) {
+inline vf softplus(vf x) {  // as torch.nn.functional.softplus
+    float y[W];
+    vstore(y, x);
+    for (int e = 0; e < W; e++) y[e] = y[e] > 20.f ? y[e] : log1pf(expf(y[e]));
+    return vload(y);
+}
+
+inline vf clipped(float limit, vf x) {  // NaN stays NaN
+    const vf low = vset(-limit), high = vset(limit);
+    return vbelow(x, low, low, vbelow(high, x, high, x));
+}
+
+inline vf activated(int32_t act, vf x, float limit) {
     switch (act) {
         case SILU: return silu(x);
         case RELU: return relu(x);
         case GELU: return gelu(x);
         case GELU_QUICK: return gelu_quick(x);
         case RELU_SQUARED: return vmul(relu(x), relu(x));
+        case LOGISTIC: return sigmoid_times(x, vset(1.f));
+        case SOFTPLUS: return softplus(x);
+        case CLIP: return clipped(limit, x);
+        case SCALE: return vmul(vset(limit), x);
         default: return gelu_tanh(x);
     }
 }
 
-void gate_span(int32_t act, float* gate, const float* up, int64_t n) {
+void gate_span(const Gate& a, const float* gate, const float* up, float* out, int64_t n) {
     int64_t i = 0;
     for (; i + W <= n; i += W) {
-        const vf x = activated(act, vload(gate + i));
-        vstore(gate + i, up ? vmul(x, vload(up + i)) : x);
+        const vf x = activated(a.act, vload(gate + i), a.limit);
+        vstore(out + i, up ? vmul(x, vload(up + i)) : x);
     }
     if (i == n) return;
     float part[W];
     const int rest = int(n - i);
-    const vf x = activated(act, vload_part(gate + i, rest));
+    const vf x = activated(a.act, vload_part(gate + i, rest), a.limit);
     vstore(part, up ? vmul(x, vload_part(up + i, rest)) : x);
-    memcpy(gate + i, part, size_t(rest) * 4);
+    memcpy(out + i, part, size_t(rest) * 4);
+}
+
+void gate_heads(const Gate& a, const float* gate, const float* up, float* out, int64_t n) {
+    for (int64_t i = 0; i < n; i += W) {
+        float part[W];
+        const int64_t some = n - i < W ? n - i : W;
+        vstore(part, activated(a.act, some < W ? vload_part(gate + i, int(some)) : vload(gate + i), a.limit));
+        for (int64_t d = 0; d < some * a.each; d++) out[i * a.each + d] = part[d / a.each] * up[i * a.each + d];
+    }
 }
 
 void Gate::run(int64_t low, int64_t high) const {
     for (int64_t i = low; i < high; i++) {
         const int64_t m = i / spans(), from = i % spans() * EACH_TASK, span = n - from < EACH_TASK ? n - from : EACH_TASK;
-        gate_span(act, gate + m * row + from, up ? up + m * up_row + from : nullptr, span);
+        const float* other = up ? up + m * up_row + from * each : nullptr;
+        (each == 1 ? gate_span : gate_heads)(*this, gate + m * row + from, other, out + m * out_row + from * each, span);
     }
 }
 

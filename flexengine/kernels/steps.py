@@ -27,6 +27,8 @@ COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Comput
 # In the order of enum Kind.
 KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge",
          "prompts", "add")  # fmt: skip
+ACTS = (*base.ACTS, "sigmoid", "softplus", "clip", "scale")  # in the order of enum Act of elementwise.h
+PAIRINGS = ("halves", "pairs", "pairs to halves")  # in the order of enum Pairing of elementwise.h
 WORD = 8  # bytes of an address
 ACROSS = 2  # in linear.h
 
@@ -274,15 +276,16 @@ class Steps:
         sin: Tensor | None,
         beside: bool = False,
         out: Tensor | None = None,
-        pairs: bool = False,
+        pairing: str = "halves",
         extra: Tensor | None = None,
     ) -> Tensor:
         """Add rotary positions of x [tokens, heads, dim], see base.Kernels.rotate.
 
         Args:
             cos, sin: [tokens, turned]: the first elements of heads are turned; None for none.
-            out: [tokens, heads, width], contiguous: x, `extra` and zeros; None allocates it, without zeros.
-            pairs: whether neighbours are turned instead of elements of the two halves.
+            out: [tokens, heads, width], with a stride of 1 along a head: x, `extra` and zeros; None allocates it,
+                without zeros.
+            pairing: which elements are turned together, one of PAIRINGS.
             extra: [tokens or 1, heads], an element of each head after x; None for none.
         """
         out = self.new(x.shape) if out is None else out
@@ -296,23 +299,36 @@ class Steps:
                 out.shape[2],
                 x.stride(0),
                 x.stride(1),
+                out.stride(0),
+                out.stride(1),
                 angle_row,
                 extra_row,
             ),
-            pairs,
+            PAIRINGS.index(pairing),
         )
         self._add("rotate", call, (x, cos, sin, extra, out), beside)
         return out
 
-    def gate(self, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
-        """Add the kernel base.Kernels.gate, which overwrites `gate`. Both may be columns of larger matrices. None
-        stands for ones."""
-        whole = gate.is_contiguous() and (up is None or up.is_contiguous())
+    def gate(self, gate: Tensor, up: Tensor | None, act: str, limit: float = 0.0, out: Tensor | None = None) -> Tensor:
+        """Add act(gate) * up, see base.Kernels.gate. Each of them may be columns of a larger matrix.
+
+        Args:
+            gate: [rows, n].
+            up: [rows, n], or [rows, n * each], whose `each` neighbours have one gate; None for ones.
+            act: one of ACTS.
+            limit: of "clip", and factor of "scale".
+            out: receives the result, of up's shape; None overwrites `gate`.
+        """
+        out = gate if out is None else out
+        each, used = 1 if up is None else up.shape[1] // gate.shape[1], [x for x in (gate, up, out) if x is not None]
+        whole = each == 1 and all(x.is_contiguous() for x in used)
         rows, n = (1, gate.numel()) if whole else gate.shape
-        up_row = 0 if up is None else up.stride(0)
-        call = structs.Gate(gate.data_ptr(), address(up), rows, n, gate.stride(0), up_row, base.ACTS.index(act))
-        self._add("gate", call, (gate, up))
-        return gate
+        strides = gate.stride(0), 0 if up is None else up.stride(0), out.stride(0)
+        call = structs.Gate(
+            *(gate.data_ptr(), address(up), out.data_ptr(), rows, n, each, *strides, ACTS.index(act), limit)
+        )
+        self._add("gate", call, (gate, up, out))
+        return out
 
     def add(self, x: Tensor, y: Tensor, factor: float, out: Tensor | None = None) -> Tensor:
         """Add x + factor * y, of matrices of one shape. out: as in `linear`."""

@@ -199,7 +199,8 @@ def _trial(skeleton: Skeleton, calls: Mapping[int, Any]) -> None:
         pairs = zip_longest(seen, order, fillvalue="the end")
         got, expected = next((got, expected) for got, expected in pairs if got != expected)
         raise UnsupportedModel(f"expected {expected} but the model went to {got}; it keeps other state")
-    adapt = partial(_adapt, skeleton.model.config)
+    config = skeleton.model.config
+    adapt = partial(_adapt, config) if config.model_type in ADAPTERS else None
     skeleton.as_modules = use_native_layers(skeleton.model, attends, calls, adapt)
     all_heads, all_kv_heads, (*_, dim) = (sorted(set(column)) for column in zip(*shapes, strict=True))
     width = dim if dim % 8 == 0 else -(-dim // 16) * 16  # kernels are fastest with whole vectors

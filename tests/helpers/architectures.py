@@ -34,6 +34,7 @@ from transformers import conversion_mapping
 from flexengine import Engine, Policy, SamplingParams, kernels
 from flexengine.errors import FlexError
 from flexengine.model.forward import pausing_layers
+from flexengine.model.native.words import record_text
 from tests.helpers.tiny_models import VOCABULARY, NoReferenceError, make_model, seeds_of, tiny_config
 
 # Ragged prompts, most of them longer than the sliding window, one whose answer begins a page of the cache; new tokens.
@@ -187,7 +188,7 @@ def compare(directory: Path, in_memory: Engine, prompts: list[list[int]], expect
 def layer_words(skeleton: Any) -> str:
     """Return how the layers of a model compute that has run: native kernels by their record, or modules and why."""
     layers = pausing_layers(skeleton.model)
-    by_index = {layer.index: layer.native.record.text for layer in layers if layer.native is not None}
+    by_index = {layer.index: record_text(layer.native.record) for layer in layers if layer.native is not None}
     texts = {j: f"modules: {why}" for j, why in skeleton.as_modules.items()}
     counts = Counter(texts.get(layer.index) or f"native: {by_index[layer.index]}" for layer in layers)
     some = len(counts) > 1

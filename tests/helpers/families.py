@@ -34,6 +34,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", dict(_GATED, sliding_window=None)),
     "glm4": ("Glm4", dict(_GATED, head_dim=16, partial_rotary_factor=0.5, pad_token_id=0)),
 }  # fmt: skip
+_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=48)
+_LATENT = dict(_GATED, **_EXPERTS, num_key_value_heads=4, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16,
+               v_head_dim=16, n_routed_experts=4, first_k_dense_replace=1, n_group=1, topk_group=1)  # fmt: skip
+_LOCAL = dict(_GATED, head_dim=32, sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2)
+# One family for each kind of part that those above do not have.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v3": ("DeepseekV3", dict(_LATENT, q_lora_rank=24)),
+    "deepseek-v2": ("DeepseekV2", dict(_LATENT, q_lora_rank=None, v_head_dim=20, topk_method="greedy")),
+    "minicpm3": ("MiniCPM3", dict(_COMMON, intermediate_size=112, num_key_value_heads=4, kv_lora_rank=24,
+                                  q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=24)),
+    "olmo": ("Olmo", dict(_GATED, clip_qkv=1.0, pad_token_id=1)),
+    "olmoe": ("Olmoe", dict(_GATED, num_experts=4, num_experts_per_tok=2, clip_qkv=1.0, pad_token_id=1)),
+    "gptj": ("GPTJ", dict(vocab_size=601, n_embd=64, n_layer=4, n_head=4, n_positions=256, rotary_dim=8)),
+    "codegen": ("CodeGen", dict(vocab_size=601, n_embd=128, n_layer=4, n_head=8, n_positions=256, rotary_dim=8)),
+    "gpt-neo": ("GPTNeo", dict(vocab_size=601, hidden_size=64, num_layers=4, num_heads=4, max_position_embeddings=256,
+                               window_size=9, attention_types=[[["global", "local"], 2]])),
+    "granitemoeshared": ("GraniteMoeShared", dict(_GATED, num_local_experts=4, num_experts_per_tok=2,
+                                                  shared_intermediate_size=48, residual_multiplier=0.5)),
+    "mimo": ("MiMoV2Flash", dict(_LOCAL, v_head_dim=16, n_routed_experts=4, attention_value_scale=0.7, n_group=1,
+                                 topk_group=1, **_EXPERTS)),
+    "afmoe": ("Afmoe", dict(_LOCAL, num_experts=4, num_dense_layers=1, **_EXPERTS)),
+    "bitnet": ("BitNet", dict(_GATED, pad_token_id=0)),
+    "laguna": ("Laguna", dict(_LOCAL, num_experts=4, shared_expert_intermediate_size=48, **_EXPERTS)),
+    "nanochat": ("NanoChat", dict(_GATED, pad_token_id=0)),
+}  # fmt: skip
 LENGTHS = (5, 17, 1, 40, 29, 8, 33, 17)  # ragged prompts
 NEW = 6  # tokens generated: caches grow past a page (29), and prompts past the sliding window (5)
 
@@ -42,7 +67,7 @@ def make_checkpoint(family: str, directory: Path, **save: Any) -> Any:
     """A random model of the family, saved; wide enough weights that the greedy tokens vary."""
     import transformers
 
-    kind, values = FAMILIES[family]
+    kind, values = FAMILIES.get(family) or KINDS[family]
     config = getattr(transformers, f"{kind}Config")(**values, init_std=0.2, initializer_range=0.2, eos_token_id=2)
     torch.manual_seed(sum(map(ord, family)))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -14,7 +14,8 @@ from flexengine.model.skeleton import Skeleton
 
 # Families whose layers compute so, but for those that get other arguments than `called` gives.
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gemma2", "phi3", "gpt2", "gpt-neox", "olmo2", "cohere",
-                   "glm4", "granite", "mixtral")  # fmt: skip
+                   "glm4", "granite", "mixtral", "minicpm3", "olmo", "gptj", "codegen", "bitnet",
+                   "nanochat")  # fmt: skip
 TOKENS = 5
 
 

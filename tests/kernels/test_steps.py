@@ -11,7 +11,8 @@ from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Compute
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.paged import PagedTokens, PromptPieces
-from flexengine.kernels.steps import RecordedSteps, Steps
+from flexengine.kernels.steps import PAIRINGS, RecordedSteps, Steps
+from flexengine.model.native.describe import RotaryRecord, rotated
 from tests.helpers.builds import NATIVE, kernels_named
 
 WIDTH, WIDE = 192, 320
@@ -97,6 +98,45 @@ def test_an_activation_without_a_gate(kernel: NativeKernels, threads: int, count
         ours = steps.gate(x.clone(), None, act)
         steps.run()
         assert torch.equal(ours, kernel.gate(x.clone(), torch.ones_like(x), act))
+
+
+@pytest.mark.parametrize("count", [1, 16, 33])
+def test_gates_of_attention_and_limits(kernel: NativeKernels, threads: int, count: int) -> None:
+    """With a number for each element, or for several neighbours; of columns of a larger matrix, too."""
+    torch.manual_seed(0)
+    wide = torch.randn(70, count + 3) * 9
+    x, ones, up = wide[:, 1:-2], torch.randn(70, count), torch.randn(70, 5 * count)
+    x[3, 0] = float("nan")
+    for act, function in (("sigmoid", torch.sigmoid), ("softplus", torch.nn.functional.softplus)):
+        steps = kernel.steps()
+        whole = steps.gate(x.clone(), ones, act)
+        each = steps.gate(x, up, act, out=steps.new(up.shape))
+        steps.run()
+        expected = function(x.double())
+        torch.testing.assert_close(whole.double(), expected * ones.double(), rtol=2e-6, atol=2e-6, equal_nan=True)
+        expected = expected.repeat_interleave(5, 1) * up.double()
+        torch.testing.assert_close(each.double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    steps, kept = kernel.steps(), x.clone()
+    steps.gate(x, None, "clip", 4.0)
+    scaled = steps.gate(kept.clone(), None, "scale", 0.7)
+    steps.run()
+    assert torch.equal(x.nan_to_num(7.0), kept.clamp(-4, 4).nan_to_num(7.0))
+    assert torch.equal(scaled.nan_to_num(7.0), (kept * 0.7).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_rotary_positions_of_the_ends_of_heads(kernel: NativeKernels, threads: int, pairing: str) -> None:
+    """Of a part that all heads share, written beside another one, with zeros behind."""
+    torch.manual_seed(0)
+    first, shared, cos, sin = torch.randn(70, 3, 7), torch.randn(70, 8), torch.randn(70, 8), torch.randn(70, 8)
+    steps = kernel.steps()
+    out = steps.new((70, 3, 20))
+    steps.rotate(first, None, None, out=out[..., :7])
+    steps.rotate(shared[:, None].expand(-1, 3, -1), cos, sin, True, out[..., 7:], pairing)
+    steps.run()
+    turned = rotated(RotaryRecord(pairing, "each"), shared[:, None], cos, sin)
+    assert turned is not None
+    torch.testing.assert_close(out, torch.cat((first, turned.expand(-1, 3, -1), torch.zeros(70, 3, 5)), -1))
 
 
 @pytest.mark.parametrize("rows", [1, 70])

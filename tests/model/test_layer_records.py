@@ -7,20 +7,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.beam.configuration_beam import BeamConfig
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.ministral3 import Ministral3Config
+from transformers.models.olmo.configuration_olmo import OlmoConfig
 
 from flexengine import Engine, SamplingParams
 from flexengine.model.build import build
 from flexengine.model.forward import pausing_layers
 from flexengine.model.native.describe import RotaryRecord, norm_of, part, rotated
 from flexengine.model.native.layer import NativeLayer
+from flexengine.model.native.words import record_text
 from tests.helpers.families import NEW
 from tests.helpers.native_layers import arguments, changed, opened, ran
+from tests.helpers.tiny_models import make_model, tiny_config
 
 # By family, the text of the record of its first layer.
 RECORDS = {
@@ -42,6 +46,20 @@ RECORDS = {
     "mixtral": "rotary halves, block as a module",
     "qwen3-moe": "rotary halves, block as a module, head norms",
     "gpt-oss": "rotary halves, block as a module, sinks",
+    "deepseek-v3": "latent attention, rotary pairs, silu gated",
+    "deepseek-v2": "latent attention, rotary pairs, silu gated",
+    "minicpm3": "latent attention, rotary halves, silu gated, factors",
+    "olmo": "rotary halves, silu gated, limits",
+    "olmoe": "rotary halves, block as a module, head norms, limits",
+    "gptj": "rotary pairs, gelu_tanh, parallel",
+    "codegen": "projections joined by groups of heads, rotary pairs, gelu_tanh, parallel",
+    "gpt-neo": "gelu_tanh",
+    "granitemoeshared": "rotary halves, block as a module, block in two modules, factors",
+    "mimo": "rotary halves, silu gated, sinks, factors",
+    "afmoe": "rotary halves, silu gated, head norms, gated attention, post norms",
+    "bitnet": "rotary halves, relu_squared gated, inner norms",
+    "laguna": "rotary halves, silu gated, head norms, gated attention",
+    "nanochat": "rotary halves, relu_squared, head norms",
 }
 
 
@@ -55,7 +73,7 @@ def test_what_a_layer_computes_is_read_from_a_small_one(families: Any, family: s
     skeleton = build(families(family).directory, torch.float32)
     layers = pausing_layers(skeleton.model)
     assert skeleton.as_modules == {}
-    assert layers[0].native.record.text == RECORDS[family]
+    assert record_text(layers[0].native.record) == RECORDS[family]
     assert all(layer.native.kind.proven() for layer in layers)
 
 
@@ -151,14 +169,29 @@ def test_rotary_positions_by_their_formula() -> None:
     halves = torch.complex(x[..., :4], x[..., 4:8]) * turned
     far = torch.cat((halves.real, halves.imag), -1)
     for pairs, expected in ((True, near), (False, far)):
-        given = {"pair": torch.cat((angles, angles), 1), "half": angles, "each": angles.repeat_interleave(2, 1)}
+        given = {
+            "pair": torch.cat((angles, angles), 1),
+            "half": angles,
+            "two": angles,
+            "each": angles.repeat_interleave(2, 1),
+        }
         given["each"] = given["each"] if pairs else torch.cat((angles, angles), 1)
         for name, angle in given.items():
-            if (name == "pair") != pairs and name != "each":
+            if (name in ("pair", "two")) != pairs and name != "each":
                 continue
-            y = rotated(RotaryRecord(pairs, name), x, angle.cos(), angle.sin())
+            kind = RotaryRecord("pairs" if pairs else "halves", name)
+            y = rotated(kind, x, angle.cos(), angle.sin())
             assert y is not None
             torch.testing.assert_close(y, torch.cat((expected, x[..., 8:]), -1))
+            for order, first, second in (
+                ("sin, cos", angle.sin(), angle.cos()),
+                ("cos, -sin", angle.cos(), -angle.sin()),
+            ):
+                assert torch.equal(rotated(kind._replace(given=order), x, first, second), y)
+            at_end = rotated(kind._replace(end=True), x.roll(2, -1), angle.cos(), angle.sin())
+            assert torch.equal(at_end, y.roll(2, -1))
+    moved = rotated(RotaryRecord("pairs to halves", "half"), x, angles.cos(), angles.sin())
+    torch.testing.assert_close(moved, torch.cat((near[..., ::2], near[..., 1::2], x[..., 8:]), -1))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8])
@@ -187,13 +220,29 @@ def test_parts_of_joined_projections() -> None:
     assert part(y, "", "q", (3, 1, 8)).shape == (2, 3, 8)
 
 
+@torch.no_grad()
 def test_layers_that_records_cannot_say_run_their_modules_and_tell_why(tmp_path: Path) -> None:
-    """GPT-J's layers get no cosines and sines; they compute these themselves."""
-    from transformers import AutoModelForCausalLM, GPTJConfig
-
-    config = GPTJConfig(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    """Some layers of Beam multiply queries by a number that depends on the position, others have gates with biases."""
+    model = make_model(tiny_config(BeamConfig), 0)
+    model.save_pretrained(tmp_path)
     skeleton = build(tmp_path, torch.float32)
     assert {layer.native for layer in pausing_layers(skeleton.model)} == {None}
-    assert sorted(skeleton.as_modules) == [0, 1]
-    assert all("projection" in reason or "fails alone" in reason for reason in skeleton.as_modules.values())
+    assert sorted(skeleton.as_modules) == [*range(4)]
+    assert all("not its output projection" in why or "attention_scaling" in why for why in skeleton.as_modules.values())
+
+
+@torch.no_grad()
+def test_a_limit_that_only_large_numbers_exceed_is_found(tmp_path: Path) -> None:
+    """As clip_qkv of OLMo, whose small layers with usual weights stay below it."""
+    config = tiny_config(OlmoConfig, clip_qkv=60.0)
+    make_model(config, 0).save_pretrained(tmp_path)
+    skeleton, layers = opened(tmp_path)
+    hidden, positions = arguments(skeleton)
+    assert {layer.native.usable(hidden, positions) for layer in layers} == {True}
+    assert {layer.native.record.k.clip for layer in layers} == {60.0}
+    assert float(ran(layers[0], hidden, positions)[2].abs().max()) < 60
+    (slot,) = (slot for name, slot in skeleton.layers[0].items() if "v_proj.weight" in name)
+    slot.bind(nn.Parameter(slot.holder[slot.name] * 100, requires_grad=False))
+    ours, theirs = ran(layers[0], hidden, positions), ran(layers[0], hidden, positions, native=False)
+    assert float(ours[2].abs().max()) == 60
+    torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-3)

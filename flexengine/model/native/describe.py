@@ -4,7 +4,7 @@ Another family is a line here: a kind of what kernels/steps.py can compute, with
 finds it in a layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_quick": lambda x: x * (1.702 * x).sigmoid(),
     "relu_squared": lambda x: functional.relu(x).square(),
 }
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": functional.softplus}
 
 
 class Undescribed(Exception):
@@ -38,23 +39,48 @@ class NormRecord(NamedTuple):
     centred: bool  # whether the mean is subtracted
 
 
+class LatentRecord(NamedTuple):
+    """What the input of a projection is computed from: norm(first elements of path(x)), for x the input of attention.
+    The norm has as many elements as the projection has inputs."""
+
+    path: str  # of the first projection
+    norm: NormRecord
+
+
 class HeadsRecord(NamedTuple):
     """How queries, keys or values follow from a projection."""
 
     path: str  # of the projection
     # How the projection's output has queries, keys and values: "" has one of them, "blocks" all queries, then all keys,
-    # then all values, "heads" query, key and value of each head in turn.
+    # then all values, "heads" query, key and value of each head in turn, "nested" the first elements of the key, and
+    # the value, of each head in turn; the last elements of the key are those of path `latent` that it does not norm,
+    # the same ones in each head. "groups" has groups of heads in turn, each with all its queries, values and keys.
     joined: str = ""
     norm: NormRecord | None = None  # norm of each head, or of all heads together if `whole`
     whole: bool = False
+    clip: float = 0.0  # limit of absolute values, after the norm; 0 for none
+    factor: float = 1.0  # of values
+    latent: LatentRecord | None = None  # None if the projection's input is that of attention
+    groups: int = 1
 
 
 class RotaryRecord(NamedTuple):
     """Rotary positions of queries and keys; of their first elements, if there are fewer cosines than elements."""
 
-    pairs: bool  # whether neighbours are turned together instead of elements of the two halves
-    angles: str  # the cosine of turned element d of n: "each" has d, "half" d modulo n / 2, "pair" d // 2
+    pairing: str  # which elements are turned together, see kernels.steps.PAIRINGS
+    # The cosine of turned element d of n: of n cosines, "each" has d, "pair" d // 2, "first" d modulo n / 2; of n / 2
+    # cosines, "half" has d modulo n / 2, "two" d // 2.
+    angles: str
     last: bool = False  # whether norms of queries and keys follow the rotary positions
+    given: str = "cos, sin"  # what the layer gets, or "sin, cos", or "cos, -sin"
+    end: bool = False  # whether the last elements are turned instead of the first
+
+
+class OutGateRecord(NamedTuple):
+    """Attention's output is multiplied by act(path(x)), for x the input of attention."""
+
+    path: str  # of a projection, which has a number for each element, or one for each head
+    act: str  # name in GATES
 
 
 class MlpRecord(NamedTuple):
@@ -66,6 +92,8 @@ class MlpRecord(NamedTuple):
     down: str = ""
     joined: str = ""  # "gate_up" or "up_gate" if `up` has both halves, in this order; "" if not
     act: str = ""  # see kernels.base.ACTS
+    norm: NormRecord | None = None  # of the input of `down`
+    beside: str = ""  # with a module: path of another one with the same input, whose output is added
 
 
 class LayerRecord(NamedTuple):
@@ -94,46 +122,32 @@ class LayerRecord(NamedTuple):
     parallel: bool
     shared: bool
     outputs: int | None  # length of the tuple that the layer returns; None for a tensor
+    out_norm: NormRecord | None = None  # of attention's output
+    out_gate: OutGateRecord | None = None
+
+    @property
+    def latents(self) -> list[LatentRecord]:
+        """What inputs of projections are computed from."""
+        return [heads.latent for heads in (self.q, self.k, self.v) if heads.latent is not None]
 
     @property
     def used(self) -> list[NormRecord]:
         """All norms."""
-        inner = (self.q.norm, self.k.norm, self.v.norm)
+        inner = [self.q.norm, self.k.norm, self.v.norm, self.out_norm, self.mlp.norm]
+        inner += [latent.norm for latent in self.latents]
         return [norm for norm in (*self.norms, *self.post, *self.closing, *inner) if norm is not None]
 
     @property
     def linear(self) -> list[str]:
         """Paths of all projections."""
-        mlp = (self.mlp.up, self.mlp.gate, self.mlp.down)
-        return [*dict.fromkeys(path for path in (self.q.path, self.k.path, self.v.path, self.out, *mlp) if path)]
+        paths = (self.q.path, self.k.path, self.v.path, *(latent.path for latent in self.latents), self.out)
+        more = (self.out_gate.path if self.out_gate else "", self.mlp.up, self.mlp.gate, self.mlp.down)
+        return [*dict.fromkeys(path for path in (*paths, *more) if path)]
 
     @property
-    def text(self) -> str:
-        """The record in a few words."""
-        return ", ".join(_words(self))
-
-
-def _words(record: LayerRecord) -> Iterator[str]:
-    joined = {"": "", "blocks": "joined projections", "heads": "projections joined by head"}[record.q.joined]
-    halves = "" if record.rotary is None else "rotary pairs" if record.rotary.pairs else "rotary halves"
-    activation = "block as a module" if record.mlp.module else f"{record.mlp.act} {'gated' if _gated(record) else ''}"
-    yield from filter(None, (joined, halves or ("ALiBi" if record.alibi else ""), activation.strip()))
-    yield from (
-        text
-        for text, is_so in (
-            ("head norms", record.q.norm),
-            ("post norms", any(record.post)),
-            ("norms of sums", any(record.closing)),
-            ("parallel", record.parallel),
-            ("sinks", record.sinks),
-            ("factors", record.factors != (1.0, 1.0)),
-        )
-        if is_so
-    )
-
-
-def _gated(record: LayerRecord) -> bool:
-    return bool(record.mlp.gate or record.mlp.joined)
+    def blocks(self) -> list[str]:
+        """Paths of the modules that compute the block after attention."""
+        return [path for path in (self.mlp.module, self.mlp.beside) if path]
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -149,13 +163,15 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def norm_of(module: nn.Module, path: str = "") -> NormRecord | None:
-    """Return what a norm computes, tried with its weights on random numbers; None for other modules."""
+def norm_of(module: nn.Module, path: str = "", size: int = 16) -> NormRecord | None:
+    """Return what a norm computes, tried with its weights on random numbers; None for other modules. size: elements
+    that it gets, if it has no weights."""
     weights, own = dict(module.named_parameters()), vars(module)
     if list(module.children()) or is_linear(module) or not weights.keys() <= {"weight", "bias"}:
         return None
-    shape = weights["weight"].shape if "weight" in weights else (16,)
+    shape = weights["weight"].shape if "weight" in weights else (size,)
     numbers = [x for name, x in own.items() if type(x) is float and 0 <= x < 0.1 and not name.startswith("_")]
+    numbers += [x for x in (1e-5, 1e-6) if x not in numbers]
     rng = torch.Generator().manual_seed(2)
     trials = [torch.randn(1, 3, *shape, generator=rng) * size for size in (1.0, 1e-3, 30.0)]
     try:
@@ -180,42 +196,65 @@ def normed(record: NormRecord, module: Any, x: Tensor) -> Tensor:
     return (wide if bias is None else wide + bias.double()).to(x.dtype)
 
 
-def angle_index(angles: str, count: int, device: Any = None) -> Tensor | None:
-    """Return which of `count` cosines each turned element has; None for its own."""
-    if angles == "half":
-        return torch.arange(count, device=device).repeat(2)
-    return torch.arange(count // 2, device=device).repeat_interleave(2) if angles == "pair" else None
+def angle_pair(positions: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the two tensors of an argument `position_embeddings`, as of cosines and sines: real and imaginary parts of
+    complex numbers. Return None if it is something else."""
+    if isinstance(positions, Tensor) and positions.is_complex():
+        return positions.real, positions.imag
+    pair = type(positions) is tuple and len(positions) == 2 and all(isinstance(x, Tensor) for x in positions)
+    return positions if pair else None
 
 
-def rotated(record: RotaryRecord, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
-    """Return x, [tokens, heads, dim], with rotary positions by their formula; None if sizes do not fit."""
-    index = angle_index(record.angles, cos.shape[1])
-    cos, sin = ((y if index is None else y[:, index])[:, None] for y in (cos, sin))
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    if turned.shape[-1] != cos.shape[-1] or turned.shape[-1] % 2:
+def cosines_and_sines(record: RotaryRecord, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, [tokens, turned], one for each turned element. first, second: as a layer gets them."""
+    cos, sin = (second, first) if record.given == "sin, cos" else (first, second)
+    sin = -sin if record.given == "cos, -sin" else sin
+    count = cos.shape[1] // (2 if record.angles in ("pair", "first") else 1)
+    if record.angles in ("half", "first"):
+        return cos[:, :count].repeat(1, 2), sin[:, :count].repeat(1, 2)
+    if record.angles in ("pair", "two"):
+        return cos[:, :count].repeat_interleave(2, 1), sin[:, :count].repeat_interleave(2, 1)
+    return cos, sin
+
+
+def rotated(record: RotaryRecord, x: Tensor, first: Tensor, second: Tensor) -> Tensor | None:
+    """Return x, [tokens, heads, dim], with rotary positions by their formula; None if sizes do not fit. first, second:
+    as in `cosines_and_sines`."""
+    cos, sin = (y[:, None] for y in cosines_and_sines(record, first, second))
+    size = cos.shape[-1]
+    if size % 2 or size > x.shape[-1]:
         return None
-    if record.pairs:
+    start = x.shape[-1] - size if record.end else 0
+    turned = x[..., start : start + size]
+    if record.pairing == "pairs":
         other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
     else:
-        other = torch.cat((-turned[..., turned.shape[-1] // 2 :], turned[..., : turned.shape[-1] // 2]), -1)
-    return torch.cat((turned * cos + other * sin, rest), -1)
+        if record.pairing == "pairs to halves":
+            turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
+        other = torch.cat((-turned[..., size // 2 :], turned[..., : size // 2]), -1)
+    return torch.cat((x[..., :start], turned * cos + other * sin, x[..., start + size :]), -1)
 
 
-def part(y: Any, joined: str, which: str, heads: tuple[int, int, int]) -> Any:
+def part(y: Any, joined: str, which: str, heads: tuple[int, int, int], groups: int = 1) -> Any:
     """Return queries, keys or values of a projection's output.
 
     Args:
         y: [rows, columns].
-        joined: see `HeadsRecord`.
+        joined, groups: see `HeadsRecord`.
         which: "q", "k" or "v".
-        heads: number of query heads, of key/value heads, and elements of a head.
+        heads: number of query heads, of key/value heads, and elements of a head; with "nested", those that it has.
 
     Returns:
-        A view, [rows, heads, dim].
+        A view, [rows, heads, dim]; with "groups", [rows, groups, heads / groups, dim].
     """
     (queries, others, dim), number = heads, "qkv".index(which)
     if joined == "heads":
         return y.unflatten(1, (queries, 3, dim))[:, :, number]
+    if joined == "groups":
+        return y.unflatten(1, (groups, 3, queries // groups, dim))[:, :, "qvk".index(which)]
+    if joined == "nested":
+        each = y.unflatten(1, (others, y.shape[1] // others))
+        return each[..., :dim] if which == "k" else each[..., each.shape[2] - dim :]
     counts = (queries, others, others)
     start = dim * sum(counts[:number]) if joined else 0
     return y[:, start : start + dim * counts[number]].unflatten(1, (counts[number], dim))

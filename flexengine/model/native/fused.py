@@ -116,7 +116,7 @@ def _rotates(own: Any) -> bool:
         found = own(*(x.transpose(0, 1)[None] for x in (q, k)), cos[None], sin[None])
     except Exception:
         return False
-    expected = (rotated(RotaryRecord(False, "each"), x, cos, sin) for x in (q, k))
+    expected = (rotated(RotaryRecord("halves", "each"), x, cos, sin) for x in (q, k))
     return all(same(y[0].transpose(0, 1), x) for y, x in zip(found, expected, strict=True))
 
 

@@ -14,7 +14,7 @@ weights and pages are at hand. native/recognise.py tells which layers compute so
 passes that watch or replace modules use the modules.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import greenlet
@@ -25,14 +25,12 @@ from flexengine import kernels
 from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.paged import PagedAttention
-from flexengine.kernels.recycled import Recycled
 from flexengine.kernels.steps import RecordedSteps, Steps
 from flexengine.model.forward import Attend, PausingLayer, attend, this_pass
 from flexengine.model.linear import FastConv1D, FastLinear, unwatched
-from flexengine.model.native.describe import LayerRecord, angle_index
+from flexengine.model.native.kind import LayerKind
 from flexengine.model.native.parts import HeadSizes, LayerSteps, widths
 
-MOST_CALLS = 64  # recorded calls that layers of equal settings keep
 MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on two cores: Ctrl-C waits for its end
 
 
@@ -45,71 +43,6 @@ class BoundWeights(NamedTuple):
     given: list[Tensor]  # the tensors that the calls read
     addresses: list[int]  # of these
     format: int  # their number in `LayerKind.formats`
-
-
-class Scratch(Recycled):
-    """Memory for calls, which all layers of a model share. Fresh memory for every call would cost page faults."""
-
-    block = torch.empty(0, dtype=torch.uint8)  # for intermediate results; as large as a call has needed
-
-    def release(self) -> None:
-        super().release()
-        self.block = Scratch.block
-
-
-class LayerKind:
-    """Calls and memory of layers of equal settings.
-
-    Args:
-        record: what they compute.
-        proven: returns whether the calls compute it (native/recognise.py).
-    """
-
-    def __init__(self, record: LayerRecord, proven: Callable[[], bool], scratch: Scratch) -> None:
-        self.record, self.proven, self.scratch = record, proven, scratch
-        self.formats = dict[Hashable, int]()  # a number for each combination of shapes and formats of a layer's weights
-        self._calls: dict[Hashable, RecordedSteps] = {}  # the one used last is the last one
-        self.release()
-
-    def release(self) -> None:
-        """Drop all tensors."""
-        self.scratch.release()
-        # Page tables, key and call of the last whole layer; the next layers of a sweep have the same.
-        self.recent: tuple[Tensor, Hashable, RecordedSteps] | None = None
-        self._given: tuple[Any, Any, list[Tensor] | None] = None, None, None
-
-    def call(self, key: Hashable, record: Callable[[], RecordedSteps]) -> RecordedSteps:
-        """Return the call with a key, and make the scratch memory as large as it needs. If there is none, record it."""
-        if (found := self._calls.pop(key, None)) is None:
-            found = record()
-            if len(self._calls) >= MOST_CALLS:
-                del self._calls[next(iter(self._calls))]
-        self._calls[key] = found
-        if self.scratch.block.nbytes < found.nbytes:
-            self.scratch.block = torch.empty(found.nbytes, dtype=torch.uint8)
-        return found
-
-    def angles(self, positions: Any, shape: tuple[int, ...]) -> list[Tensor] | None:
-        """Return cosines and sines, [tokens, turned]; None if they are others than the calls can use. positions:
-        argument `position_embeddings`, the same object for all layers of a pass; shape: (1, tokens, width)."""
-        if self._given[0] is not positions or self._given[1] != shape:
-            rotary, fine = self.record.rotary, type(positions) is tuple and len(positions) == 2
-            fine = fine and all(x.shape == shape and x.dtype == torch.float32 for x in positions)
-            index = None if rotary is None else angle_index(rotary.angles, shape[2])
-            turned = [x[0] if index is None else x[0][:, index] for x in positions] if fine else None
-            self._given = positions, shape, turned and [x.contiguous() for x in turned]
-        return self._given[2]
-
-    def alibi(self, heads: int, scale: float) -> list[Tensor]:
-        """Return the additional elements of queries, [1, heads], and of keys, [tokens, heads] (adapters.py)."""
-        positions = this_pass().inputs.positions
-        if self._given[0] is not positions:
-            from flexengine.model.adapters import slopes  # few models have such positions
-
-            keys = positions.float().view(-1, 1) * torch.tensor(slopes(heads), dtype=torch.float64).float()
-            self._given = positions, None, [torch.full((1, heads), 1 / scale), keys]
-        assert self._given[2] is not None
-        return self._given[2]
 
 
 class NativeLayer:
@@ -127,11 +60,11 @@ class NativeLayer:
         record = kind.record
         self.module = module = cast(Callable[[str], Any], layer.get_submodule)
         self.attention = module(record.attention)
-        self.block = module(record.mlp.module) if record.mlp.module else None
+        self.blocks = [module(path) for path in record.blocks]  # none if calls compute the block after attention
         dim = event.q.shape[-1] - record.alibi
         self.sizes = HeadSizes(event.q.shape[1], event.k.shape[1], dim, event.v.shape[-1])
         self.options = AttentionOptions(event.scale * record.factor, event.window, event.softcap)
-        inside = set() if self.block is None else set(self.block.modules())
+        inside = {m for block in self.blocks for m in block.modules()}
         modules = [m for m in layer.modules() if m not in inside]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._forwards = [(m.__dict__, m.__dict__.get("forward")) for m in modules]
@@ -243,7 +176,7 @@ class NativeLayer:
         x, attended, *shared = parts
         parts.clear()
         with unwatched():
-            if self.block is None:
+            if not self.blocks:
                 return self._run("after", x, attended, *shared)[0]
             results = self._run("middle", x, attended)
             del attended
@@ -251,19 +184,20 @@ class NativeLayer:
 
     def _block(self, x: Tensor, results: Sequence[Tensor]) -> Tensor:
         """Return the layer's output. If a module computes the block after attention, call it. results: of a call."""
-        if self.block is None:
+        if not self.blocks:
             return results[0]
         summed, record = results[0], self.record
         given = results[-1] if record.shared else x if record.parallel else summed
         given = given if record.norms[1] is None else results[1]
-        y = self.block(given[None])
+        outputs = [block(given[None]) for block in self.blocks]
         with unwatched():
-            y = y[0] if isinstance(y, tuple) else y
+            first, *others = (y[0] if isinstance(y, tuple) else y for y in outputs)
+            y = first + others[0] if others else first
             return self._run("end", summed, y.reshape(summed.shape))[0]
 
     def most_layers(self, rows: int) -> int:
         """Return the most layers of one call for a number of tokens."""
-        if self.block is not None:
+        if self.blocks:
             return 1
         return max(1, MOST_PRODUCTS // (rows * sum(inputs * outputs for inputs, outputs in map(widths, self._linear))))
 
@@ -301,7 +235,7 @@ class NativeLayer:
             rows.append(self._addresses(layer._bound, (source, *given, *pages.tensors), results))
             source = results[0]  # a layer reads its input before it writes its output
         recent[2].run(*rows)
-        if self.block is None:
+        if not self.blocks:
             return results
         kept = results[: 1 if self.record.norms[1] is None else 2]  # the module runs without queries, keys and values
         return [*kept, *(results[-1:] if self.record.shared else [])]
@@ -389,7 +323,7 @@ class NativeLayer:
         q, k, v, *shared = adder.projections("qkv", x, others, None if own == {paged.room.dim} else paged.room.dim)
         sinks = self.attention._parameters[self.record.sinks] if self.record.sinks else None
         attended = adder.attended(q, k, v, paged, self.options._replace(sinks=sinks))
-        results = adder.middle(x, attended) if self.block is not None else [adder.after(x, attended, *shared)]
+        results = adder.middle(x, attended) if self.blocks else [adder.after(x, attended, *shared)]
         return [*results, q, k, v, attended, *shared]
 
 

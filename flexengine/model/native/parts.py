@@ -77,15 +77,11 @@ class LayerSteps:
         for rows in self.steps.parts(len(x), PART):
             to = shared[0][rows] if shared else None
             normed = x[rows] if record.norms[0] is None else self._norm(record.norms[0], x[rows], out=to)
-            made = dict[str, Tensor]()  # outputs of projections, by path
             outs = {name: y[rows] for name, y in results.items()}
-            direct = {name for name, y in outs.items() if self._direct(name, y)}
-            for name in which:
-                path = self._heads(name).path
-                if path not in made:
-                    to = outs[name].flatten(1) if name in direct else None
-                    made[path] = self._product(path, normed, beside=bool(made), out=to)
-            self._turn({name: made[self._heads(name).path] for name in which if name not in direct}, rows, given, outs)
+            direct = {name: y.flatten(1) for name, y in outs.items() if self._direct(name, y)}
+            made = self._products(which, normed, direct)
+            angles = [y if record.alibi and y.shape[0] == 1 else y[rows] for y in given]
+            self._turn([name for name in which if name not in direct], made, angles, outs)
         return [*results.values(), *shared]
 
     def _heads(self, name: str) -> HeadsRecord:
@@ -95,38 +91,88 @@ class LayerSteps:
     def _direct(self, name: str, out: Tensor) -> bool:
         """Return whether a projection's output is the result."""
         heads, record = self._heads(name), self.record
-        changed = heads.joined or heads.norm or (name != "v" and (record.rotary or record.alibi))
+        changed = bool(heads.joined or heads.norm or heads.clip or heads.factor != 1.0)
+        changed = changed or (name != "v" and bool(record.rotary or record.alibi))
         return not changed and widths(self.module(heads.path))[1] == out.shape[1] * out.shape[2]
 
-    def _turn(
-        self, made: Mapping[str, Tensor], rows: slice, given: Sequence[Tensor], outs: Mapping[str, Tensor]
-    ) -> None:
-        """Write the results `outs` of projections `made`: norms, rotary positions, places of heads."""
-        record, (heads, kv_heads, dim, value_dim) = self.record, self.sizes
-        cut, rotary = dict[str, Tensor](), record.rotary
-        for name, y in made.items():
-            size = (heads, kv_heads, value_dim if name == "v" else dim)
-            cut[name] = part(y, self._heads(name).joined, name, size)
-        last, after = rotary is not None and rotary.last, 0  # after: number of steps of this kind
-        for name, heads_record in ((name, self._heads(name)) for name in (() if last else cut)):
-            if heads_record.norm is not None:
-                follows = name != "v" and bool(rotary or record.alibi)
-                cut[name] = self._head_norm(heads_record, cut[name], after > 0, None if follows else outs[name])
+    def _products(self, which: str, x: Tensor, outs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of projections, by path, and of norms between two of them. x: [rows, hidden], input of
+        attention; outs: receive outputs, by name."""
+        made, after = dict[str, Tensor](), 0  # after: number of products with latents
+        named = [(name, self._heads(name)) for name in which]
+        latents = {heads.latent: widths(self.module(heads.path))[0] for _, heads in named if heads.latent}
+        for latent in latents:
+            made[latent.path] = self._product(latent.path, x, beside=bool(made))
+        for name, heads in named:
+            if heads.latent is None and heads.path not in made:
+                made[heads.path] = self._product(heads.path, x, beside=bool(made), out=outs.get(name))
+        for number, (latent, size) in enumerate(latents.items()):
+            made[latent.norm.path] = self._norm(latent.norm, made[latent.path][:, :size], beside=number > 0)
+        for name, heads in named:
+            if heads.latent is not None and heads.path not in made:
+                inner = made[heads.latent.norm.path]
+                made[heads.path] = self._product(heads.path, inner, beside=after > 0, out=outs.get(name))
                 after += 1
+        return made
+
+    def _turn(
+        self, names: Sequence[str], made: Mapping[str, Tensor], given: Sequence[Tensor], outs: Mapping[str, Tensor]
+    ) -> None:
+        """Write the results `outs`: norms, limits, rotary positions, places of heads. made: of `_products`; given: as
+        in `projections`."""
+        record, rotary, after = self.record, self.record.rotary, 0  # after: number of steps of this kind
+        cut = {name: self._cut(name, made) for name in names}
+        last = rotary is not None and rotary.last
+        for name, heads in ((name, self._heads(name)) for name in (() if last else cut)):
+            if heads.norm is not None:
+                follows = name != "v" and bool(rotary or record.alibi)
+                cut[name] = self._head_norm(heads, cut[name], after > 0, None if follows else outs[name])
+                after += 1
+        for name, y in cut.items():
+            for act, number in (("clip", self._heads(name).clip), ("scale", self._heads(name).factor)):
+                if number != (0.0 if act == "clip" else 1.0):
+                    self.steps.gate(y.view(len(y), -1), None, act, number)
         after = 0
         for name, y in cut.items():
-            if y.data_ptr() == outs[name].data_ptr():
-                continue
-            cos, sin = (x[rows] for x in given) if rotary is not None and name != "v" else (None, None)
-            extra = None
-            if record.alibi and name != "v":
-                extra = given[0] if name == "q" else given[1][rows]
-            norm = self._heads(name) if last and self._heads(name).norm else None
-            pairs = rotary is not None and rotary.pairs
-            turned = self.steps.rotate(y, cos, sin, after > 0, None if norm else outs[name], pairs, extra)
+            if y.data_ptr() != outs[name].data_ptr():
+                self._place(name, y, self._shared_part(name, made), given, after > 0, outs[name])
+                after += 1
+
+    def _cut(self, name: str, made: Mapping[str, Tensor]) -> Tensor:
+        """Return the part of a projection's output that `part` returns."""
+        (heads, kv_heads, dim, value_dim), record, shared = self.sizes, self._heads(name), self._shared_part(name, made)
+        size = value_dim if name == "v" else dim if shared is None else dim - shared.shape[2]
+        cut: Tensor = part(made[record.path], record.joined, name, (heads, kv_heads, size), record.groups)
+        return cut
+
+    def _shared_part(self, name: str, made: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the last elements of keys if all heads have the same ones, [rows, kv_heads, elements]; None if not."""
+        heads = self._heads(name)
+        if name != "k" or heads.joined != "nested" or heads.latent is None:
+            return None
+        rest = made[heads.latent.path][:, None, made[heads.latent.norm.path].shape[1] :]
+        return rest.expand(-1, self.sizes.kv_heads, -1)
+
+    def _place(
+        self, name: str, y: Tensor, rest: Tensor | None, given: Sequence[Tensor], beside: bool, out: Tensor
+    ) -> None:
+        """Write heads, with rotary positions, and what belongs to ALiBi. rest: of `_shared_part`."""
+        rotary = self.record.rotary if name != "v" else None
+        cos, sin = given if rotary is not None else (None, None)
+        pairing = "halves" if rotary is None else rotary.pairing
+        norm = self._heads(name) if rotary is not None and rotary.last and self._heads(name).norm else None
+        if y.dim() == 4:  # groups of heads
+            for number, (some, to) in enumerate(zip(y.unbind(1), out.chunk(y.shape[1], 1), strict=True)):
+                self.steps.rotate(some, cos, sin, beside or number > 0, to, pairing)
+        elif rest is not None or (rotary is not None and rotary.end):
+            start = self.sizes.dim - (given[0].shape[1] if rest is None else rest.shape[2])
+            self.steps.rotate(y[..., :start], None, None, beside, out[..., :start])
+            self.steps.rotate(y[..., start:] if rest is None else rest, cos, sin, True, out[..., start:], pairing)
+        else:
+            extra = given["qk".index(name)] if self.record.alibi and name != "v" else None
+            turned = self.steps.rotate(y, cos, sin, beside, None if norm else out, pairing, extra)
             if norm is not None:
-                self._head_norm(norm, turned, False, outs[name])
-            after += 1
+                self._head_norm(norm, turned, False, out)
 
     def _head_norm(self, record: HeadsRecord, y: Tensor, beside: bool, out: Tensor | None) -> Tensor:
         """Return heads after their norm: in `out`, if it has their shape."""
@@ -173,16 +219,27 @@ class LayerSteps:
             if mlp.joined:
                 halves = up.chunk(2, 1)
                 first, gated = halves if mlp.joined == "gate_up" else halves[::-1]
-            self._summed(summed, mlp.down, self.steps.gate(first, gated, mlp.act), 1, result[rows])
+            inner = self.steps.gate(first, gated, mlp.act)
+            inner = inner if mlp.norm is None else self._norm(mlp.norm, inner)
+            self._summed(summed, mlp.down, inner, 1, result[rows])
         return result
 
     def _middle(
         self, x: Tensor, attended: Tensor, to: Tensor | None = None, block: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         record, norm = self.record, self.record.norms[1]
-        summed = self._summed(x, record.out, attended, 0, to)
+        summed = self._summed(x, record.out, self._finished(x, attended), 0, to)
         given = x if record.parallel else summed
         return summed, given if norm is None else self._norm(norm, given, out=block)
+
+    def _finished(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the input of attention's output projection: attention with its gate and its norm."""
+        gate, norm = self.record.out_gate, self.record.norms[0]
+        if gate is not None:
+            by = self._product(gate.path, x if norm is None else self._norm(norm, x))
+            to = None if by.shape == attended.shape else self.steps.new(attended.shape)
+            attended = self.steps.gate(by, attended, gate.act, out=to)
+        return attended if self.record.out_norm is None else self._norm(self.record.out_norm, attended)
 
     def _summed(self, x: Tensor, path: str, y: Tensor, number: int, out: Tensor | None = None) -> Tensor:
         """Return the residual x plus a projection of y, with norms and factor. number: 0 after attention, 1 at the

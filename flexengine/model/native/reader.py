@@ -6,6 +6,7 @@ comparison of whole layers decides whether the record is right (native/recognise
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from flexengine.model.native.describe import (
     LayerRecord,
     MlpRecord,
     NormRecord,
+    OutGateRecord,
     RotaryRecord,
     Undescribed,
     is_linear,
@@ -52,12 +54,14 @@ class LayerRun(NamedTuple):
 
 
 class Reader:
-    """Reads the record of a layer from its run."""
+    """Reads the record of a layer from its run. Parts that few families have are in native/rarer.py."""
+
+    clips: tuple[float, ...] = (0.0,)  # possible limits of queries, keys and values; 0 for none
 
     def __init__(self, run: LayerRun) -> None:
         self.run = run
         self.linear = [s for s in run.seen if is_linear(s.module)]
-        found = ((s, norm_of(s.module, s.path)) for s in run.seen if not is_linear(s.module))
+        found = ((s, norm_of(s.module, s.path, s.x.shape[-1])) for s in run.seen if not is_linear(s.module))
         self.norms = [(s, norm) for s, norm in found if norm is not None]
         self.scalars = {x for m in run.layer.modules() for x in vars(m).values() if type(x) is float}
         event = run.event
@@ -69,42 +73,51 @@ class Reader:
     def record(self) -> LayerRecord:
         """Return the record. Raise Undescribed if there is none."""
         run = self.run
-        values = self._heads("v", self.v, [None], 1.0)[0]
+        values = self._values()
         q, k, rotary, factor = self._queries_and_keys()
-        inputs = [self._of(heads.path).x for heads in (q, k, values)]
+        heads = [self._with_latent(heads) for heads in (q, k, values)]
+        paths = [x.latent.path if x.latent else x.path for x in heads]
+        inputs = [self._of(path).x for path in paths]
         if not all(same(x, inputs[0]) for x in inputs[1:]):
             raise Undescribed("queries, keys and values are computed from different inputs")
         before = self._norm_to(inputs[0], run.x, "the input of its attention")
-        out = next((s for s in self.linear if same(s.x, run.attended)), None)
-        if out is None:
-            raise Undescribed("what follows attention is not its output projection")
-        return self._rest(q, k, values, rotary, factor, before, out)
+        gate, norm, out = self._output(inputs[0])
+        record = self._rest(heads, rotary, factor, before, out)
+        return self._checked(record._replace(out_norm=norm, out_gate=gate))
+
+    def _with_latent(self, heads: HeadsRecord) -> HeadsRecord:
+        return heads
+
+    def _output(self, x: Tensor) -> tuple[OutGateRecord | None, NormRecord | None, Seen]:
+        """Return the gate and the norm between attention and its output projection, and the latter. x: input of
+        attention."""
+        if (out := next((s for s in self.linear if same(s.x, self.run.attended)), None)) is not None:
+            return None, None, out
+        raise Undescribed("what follows attention is not its output projection")
 
     def _rest(
         self,
-        q: HeadsRecord,
-        k: HeadsRecord,
-        v: HeadsRecord,
+        heads: Sequence[HeadsRecord],
         rotary: RotaryRecord | None,
         factor: float,
         before: NormRecord | None,
         out: Seen,
     ) -> LayerRecord:
-        """Return the record of a layer whose attention is known."""
-        (post, attended), known = self._posted(out.y), {q.path, k.path, v.path, out.path}
-        found = (q, k, v, rotary, factor, before, post)
+        """Return the record of a layer whose attention is known. heads: of queries, keys and values."""
+        (post, attended), known = self._posted(out.y), {out.path, *(one.path for one in heads)}
+        found = (*heads, rotary, factor, before, post)
         for summed, first, closing in self._sums(self.run.x, attended):
             for x, norm, _ in self._inputs(summed, None):
                 for mlp, y in self._blocks(x, known):
                     if (
                         record := self._ends(found, out, [(summed, first)], (norm, closing, mlp, False), y)
                     ) is not None:
-                        return self._checked(record)
+                        return record
         bases = [(self.run.x + f * attended, f) for f in (1.0, *sorted(self.scalars)) if f]
         for x, norm, shared in self._inputs(self.run.x, before):
             for mlp, y in self._blocks(x, known):
                 if (record := self._ends(found, out, bases, (norm, None, mlp, shared), y, True)) is not None:
-                    return self._checked(record)
+                    return record
         raise Undescribed("how its parts are added is not known")
 
     def _ends(
@@ -146,10 +159,9 @@ class Reader:
     def _checked(self, record: LayerRecord) -> LayerRecord:
         """Return a record that has all parameters of the layer. Raise Undescribed for another one."""
         known = {*record.linear, *(norm.path for norm in record.used)}
-        names = [name for name, _ in (*self.run.layer.named_parameters(), *self.run.layer.named_buffers())]
-        for name in names:
+        for name in self.run.layer.state_dict():
             path, _, own = name.rpartition(".")
-            inside = record.mlp.module and f"{path}.".startswith(f"{record.mlp.module}.")
+            inside = any(f"{path}.".startswith(f"{block}.") for block in record.blocks)
             if path not in known and not inside and name != f"{record.attention}.{record.sinks}":
                 raise Undescribed(f"it has {path or own}, whose use is not known")
         return record
@@ -182,58 +194,78 @@ class Reader:
 
     # Queries, keys, values.
 
-    def _queries_and_keys(self) -> tuple[HeadsRecord, HeadsRecord, RotaryRecord | None, float]:
-        kinds: list[RotaryRecord | None] = [None]
-        if self.run.angles is not None:
-            forms = [(pairs, angles) for pairs in (False, True) for angles in ("each", "half", "pair")]
-            kinds += [RotaryRecord(*form, last) for last in (False, True) for form in forms]
-        k, rotary = self._heads("k", self.k, kinds, 1.0)
+    def _values(self) -> HeadsRecord:
         for factor in (1.0, *sorted(self.scalars)):
-            if factor and (found := self._heads("q", self.q, [rotary], factor, none=True))[0] is not None:
+            if factor and (found := self._heads("v", self.v, [None], factor)[0]) is not None:
+                return found._replace(factor=factor)
+        raise Undescribed("how its values follow from a projection is not known")
+
+    def _queries_and_keys(self) -> tuple[HeadsRecord, HeadsRecord, RotaryRecord | None, float]:
+        kinds: list[RotaryRecord | None] = [None, *self._rotary_kinds()]
+        k, rotary = self._heads("k", self.k, kinds, 1.0)
+        if k is None:
+            k, rotary = self._nested_keys([rotary for rotary in kinds if rotary is None or rotary.end])
+        if k is None:
+            raise Undescribed("how its keys follow from a projection is not known")
+        for factor in (1.0, *sorted(self.scalars)):
+            if factor and (found := self._heads("q", self.q, [rotary], factor))[0] is not None:
                 return found[0], k, rotary, factor
         raise Undescribed("how its queries follow from a projection is not known")
 
+    def _rotary_kinds(self) -> list[RotaryRecord]:
+        """Return the possible rotary positions, the frequent ones first."""
+        forms = [(pairing, angles) for pairing in ("halves", "pairs") for angles in ("each", "half", "pair")]
+        kinds = [RotaryRecord(*form, last) for last in (False, True) for form in forms]
+        return kinds if self.run.angles is not None else []
+
+    def _nested_keys(self, kinds: Sequence[RotaryRecord | None]) -> tuple[HeadsRecord | None, RotaryRecord | None]:
+        return None, None
+
     def _heads(
-        self, which: str, target: Tensor, kinds: Sequence[RotaryRecord | None], factor: float, none: bool = False
-    ) -> Any:
-        """Return the heads' record and the rotary positions that give the target, [tokens, heads, dim]."""
+        self, which: str, target: Tensor, kinds: Sequence[RotaryRecord | None], factor: float
+    ) -> tuple[HeadsRecord | None, RotaryRecord | None]:
+        """Return the heads' record and the rotary positions that give the target, [tokens, heads, dim]; None if there
+        are none."""
         sizes = self.q.shape[1], self.k.shape[1], target.shape[-1]
         for seen in self.linear:
-            for joined, columns in (
-                ("", target.shape[1]),
-                ("blocks", sizes[0] + 2 * sizes[1]),
-                ("heads", 3 * sizes[0]),
-            ):
-                if seen.y.shape[1] != columns * sizes[2] or (joined == "heads" and sizes[0] != sizes[1]):
-                    continue
-                x = part(seen.y, joined, which, sizes)
+            for joined, groups in self._joined(which, seen.y.shape[1], target):
+                x = part(seen.y, joined, which, sizes, groups)
+                x = x.flatten(1, 2) if joined == "groups" else x
                 for rotary in kinds:
-                    for norm, whole, y in self._turned(x, rotary):
+                    for norm, whole, clip, y in self._turned(x, rotary):
                         if same(y * factor, target):
-                            return HeadsRecord(seen.path, joined, norm, whole), rotary
-        if none:
-            return None, None
-        names = {"q": "queries", "k": "keys", "v": "values"}
-        raise Undescribed(f"how its {names[which]} follow from a projection is not known")
+                            return HeadsRecord(seen.path, joined, norm, whole, clip, groups=groups), rotary
+        return None, None
 
-    def _turned(self, x: Tensor, rotary: RotaryRecord | None) -> Iterator[tuple[NormRecord | None, bool, Tensor]]:
-        """Yield x with norms, if there are any, and rotary positions."""
-        angles = self.run.angles
+    def _joined(self, which: str, columns: int, target: Tensor) -> Iterator[tuple[str, int]]:
+        """Yield how a projection with a number of columns may have heads, and in how many groups."""
+        queries, others, dim = self.q.shape[1], self.k.shape[1], target.shape[-1]
+        for joined, heads in (("", target.shape[1]), ("blocks", queries + 2 * others)):
+            if columns == heads * dim:
+                yield joined, 1
+        if columns == 3 * queries * dim and queries == others:
+            yield "heads", 1
+
+    def _turned(
+        self, x: Tensor, rotary: RotaryRecord | None
+    ) -> Iterator[tuple[NormRecord | None, bool, float, Tensor]]:
+        """Yield x with norms, if there are any, limits and rotary positions."""
+        angles, last = self.run.angles, rotary is not None and rotary.last
 
         def turn(x: Tensor) -> Tensor | None:
             return x if rotary is None or angles is None else rotated(rotary, x, *angles)
 
-        first = turn(x) if rotary is not None and rotary.last else x
+        first = turn(x) if last else x
         if first is None:
             return
-        if (plain := turn(x)) is not None:
-            yield None, False, plain
-        for seen, norm in self.norms:
-            if same(seen.x, first):
-                y = seen.y.reshape(x.shape)
-                turned = y if rotary is not None and rotary.last else turn(y)
-                if turned is not None:
-                    yield norm, seen.x.shape[-1] != x.shape[-1], turned
+        normed = [
+            (norm, s.x.shape[-1] != x.shape[-1], s.y.reshape(x.shape)) for s, norm in self.norms if same(s.x, first)
+        ]
+        for norm, whole, y in ((None, False, x), *normed):
+            for clip in self.clips:
+                limited = y.clamp(-clip, clip) if clip else y
+                if (turned := limited if last and norm else turn(limited)) is not None:
+                    yield norm, whole, clip, turned
 
     # Norms and sums.
 
@@ -274,16 +306,20 @@ class Reader:
         own = [s for s in self.linear if s.path not in known]
         first = [s for s in own if same(s.x, x)]
         for down in (s for s in own if s not in first):
-            if (found := self._inner(first, down.x)) is not None:
-                yield found._replace(down=down.path), down.y
-        for seen in sorted(self.run.seen, key=lambda seen: len(seen.path)):
-            if (
-                not is_linear(seen.module)
-                and any(True for _ in seen.module.parameters())
-                and seen.y.shape == x.shape
-                and same(seen.x, x)
-            ):
-                yield MlpRecord(module=seen.path), seen.y
+            normed = [(seen.x, norm) for seen, norm in self.norms if same(seen.y, down.x)]
+            for inner, norm in ((down.x, None), *normed):
+                if (found := self._inner(first, inner)) is not None:
+                    yield found._replace(down=down.path, norm=norm), down.y
+        modules = [
+            seen
+            for seen in sorted(self.run.seen, key=lambda seen: len(seen.path))
+            if not is_linear(seen.module)
+            and any(True for _ in seen.module.parameters())
+            and seen.y.shape == x.shape
+            and same(seen.x, x)
+        ]
+        yield from ((MlpRecord(module=seen.path), seen.y) for seen in modules)
+        yield from ((MlpRecord(module=a.path, beside=b.path), a.y + b.y) for a, b in combinations(modules, 2))
 
     @staticmethod
     def _inner(first: Sequence[Seen], target: Tensor) -> MlpRecord | None:
@@ -297,7 +333,7 @@ class Reader:
                     for joined, (gate, other) in (("gate_up", halves), ("up_gate", halves[::-1])):
                         if same(function(gate) * other, target):
                             return MlpRecord(up=up.path, joined=joined, act=act)
-                for seen in (s for s in first if s is not up):
+                for seen in (s for s in first if s is not up and s.y.shape == up.y.shape):
                     if same(function(seen.y) * up.y, target):
                         return MlpRecord(up=up.path, gate=seen.path, act=act)
         return None

@@ -22,17 +22,19 @@ from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Inputs, Pass, PausingLayer, pausing_layers
 from flexengine.model.linear import Product, use_product
-from flexengine.model.native.describe import CLOSE, POSITIONS, LayerRecord, Undescribed
+from flexengine.model.native.describe import CLOSE, POSITIONS, LayerRecord, Undescribed, angle_pair
 from flexengine.model.native.fused import is_norm, settings_of
-from flexengine.model.native.layer import LayerKind, NativeLayer, Scratch
+from flexengine.model.native.kind import LayerKind, Scratch
+from flexengine.model.native.layer import NativeLayer
 from flexengine.model.native.reader import LayerRun, Reader, Seen
 
 # Sizes of a trial, by the names of a config's fields.
-_HEADS, _DIM, _INNER = 4, 16, 24
-_SMALL = {"hidden_size": _HEADS * _DIM, "num_attention_heads": _HEADS, "head_dim": _DIM, "word_embed_proj_dim": 64}
+_HEADS, _DIM, _INNER = 8, 16, 24
+_SMALL = {"hidden_size": _HEADS * _DIM, "word_embed_proj_dim": _HEADS * _DIM, "head_dim": _DIM}
+_SMALL |= dict.fromkeys(("num_attention_heads", "num_attention_heads_per_layer"), _HEADS)
 _SMALL |= dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size"), _INNER)
 _SMALL |= dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_hidden_size"), _INNER)
-_SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 12, "q_lora_rank": 20}
+_SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 12, "q_lora_rank": 20}
 _TOKENS = len(POSITIONS)  # of a trial; no other size is equal
 _WEIGHTS = (0.3, 30.0)  # standard deviations of matrices, of one trial each; large ones exceed limits such as clip_qkv
 _KNOWN = {"transformers", "torch", "flexengine", "builtins"}  # packages whose classes a trial is for
@@ -55,7 +57,7 @@ def layer_calls(model: Any) -> Iterator[dict[int, Call]]:
 
 
 def use_native_layers(
-    model: Any, attends: Mapping[int, Attend], calls: Mapping[int, Call], adapt: Callable[[Any], None]
+    model: Any, attends: Mapping[int, Attend], calls: Mapping[int, Call], adapt: Callable[[Any], None] | None
 ) -> dict[int, str]:
     """Let layers of a model, with pausing layers and fast linear modules, compute by calls of kernels if what they
     compute is known. The comparison with their modules follows when they are first used.
@@ -63,7 +65,7 @@ def use_native_layers(
     Args:
         attends: by layer, its pause at attention in a pass on the meta device.
         calls: by layer, its arguments there.
-        adapt: replaces the attention of a layer as it was replaced in the model.
+        adapt: replaces the attention of a layer as it was replaced in the model; None if it was not.
 
     Returns:
         By layer that runs its modules, the reason.
@@ -108,8 +110,8 @@ def _settings(layer: Any, event: Attend) -> Any:
 
 def _width(call: Call) -> int:
     """Return the elements of cosines and sines that a layer gets; 0 for none."""
-    positions = call[1].get("position_embeddings")
-    return int(positions[0].shape[-1]) if isinstance(positions, tuple) else 0
+    pair = angle_pair(call[1].get("position_embeddings"))
+    return 0 if pair is None else int(pair[0].shape[-1])
 
 
 def _kind(trial: "_Trial", layer: nn.Module, scratch: Scratch, failed: Callable[[], None]) -> LayerKind | str:
@@ -117,7 +119,7 @@ def _kind(trial: "_Trial", layer: nn.Module, scratch: Scratch, failed: Callable[
     not compute what the modules do."""
     try:
         run, _ = trial.run(small := trial.small(_WEIGHTS[0]))
-        record = Reader(run).record()
+        record = _read(run, trial.clip(small))
         fitting = _fitting(record, small, layer)
     except Undescribed as error:
         return str(error)
@@ -133,54 +135,81 @@ def _kind(trial: "_Trial", layer: nn.Module, scratch: Scratch, failed: Callable[
     return LayerKind(fitting, lambda: isinstance(kernels.load(), NativeKernels) and passes(), scratch)
 
 
+def _read(run: LayerRun, clip: float) -> LayerRecord:
+    """Return the record of a layer. clip: see `_Trial.clip`. Raise Undescribed if there is none."""
+    if not clip:
+        with suppress(Undescribed):
+            return Reader(run).record()
+    from flexengine.model.native.rarer import RarerReader
+
+    return RarerReader(run, clip).record()
+
+
 def _fitting(record: LayerRecord, small: nn.Module, layer: nn.Module) -> LayerRecord:
     """Return the record of a small layer with the factors of another one. Some, such as those of queries, depend on
     sizes. Raise Undescribed if it is not clear which number of the layer a factor is."""
 
+    def named(number: float) -> set[Any]:
+        paths = [(path, name) for path, m in small.named_modules() for name, x in vars(m).items() if _is(x, number)]
+        return {vars(layer.get_submodule(path))[name] for path, name in paths}
+
     def of(factor: float) -> float:
-        named = [(path, name) for path, m in small.named_modules() for name, x in vars(m).items() if _is(x, factor)]
-        found = {float(vars(layer.get_submodule(path))[name]) for path, name in named if factor != 1.0}
+        found = named(factor) if factor != 1.0 else set()
         if len(found) > 1:
             raise Undescribed(f"several of its numbers are {factor:g} in a small layer, but differ here")
         return found.pop() if found else factor
 
+    if record.v.groups > 1 and record.v.groups not in named(record.v.groups):
+        raise Undescribed("the groups of heads of its projections depend on its size")
     first, second = map(of, record.factors)
-    return record._replace(factors=(first, second), factor=of(record.factor))
+    values = record.v._replace(factor=of(record.v.factor))
+    return record._replace(factors=(first, second), factor=of(record.factor), v=values)
 
 
 def _is(x: Any, number: float) -> bool:
-    return type(x) is float and x == number
+    return type(x) is type(number) and bool(x == number)
 
 
 def _ends(model: Any) -> bool:
     """Return whether nothing but a norm of each token, and the output projection, follows the last layer. Embeddings of
-    ids and of positions come before the first layer."""
+    ids and of positions come before the first layer; a norm may have no parameters."""
     inside = {m for layer in model.modules() if isinstance(layer, PausingLayer) for m in layer.modules()}
     outside = [m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))]
-    embeddings = [m for m in outside if isinstance(m, nn.Embedding)]
-    return 1 <= len(embeddings) == len(outside) - 1 and sum(is_norm(m) for m in outside) == 1
+    others = [m for m in outside if not isinstance(m, nn.Embedding)]
+    return len(others) < len(outside) and len(others) <= 1 and all(map(is_norm, others))
 
 
 class _Trial:
     """Small layers of a class, with a model's config and the number of a layer. Arguments as in `use_native_layers`."""
 
-    def __init__(self, cls: Any, config: Any, event: Attend, call: Call, adapt: Callable[[Any], None]) -> None:
+    def __init__(self, cls: Any, config: Any, event: Attend, call: Call, adapt: Callable[[Any], None] | None) -> None:
         self._class, self._config, self._call, self._adapt = cls, config.get_text_config(), call, adapt
-        self._index, self._dim, self._width = event.layer, event.q.shape[-1], _width(call)
+        self._index, width = event.layer, _width(call)
+        self._complex = width > 0 and not isinstance(call[1]["position_embeddings"], tuple)
+        # Elements of the small layer's cosines, and its field rotary_dim.
+        rotary, latent = (getattr(self._config, name, None) or 0 for name in ("rotary_dim", "qk_rope_head_dim"))
+        of, size = (latent, _SMALL["qk_rope_head_dim"]) if latent else (event.q.shape[-1], _DIM)
+        self._width = max(2, 2 * (width * size // of // 2)) if width else 0
+        self._rotary = rotary * self._width // width if width else rotary
         share = event.q.shape[1] // event.k.shape[1]
         self._kv_heads = _HEADS if share == 1 else 1 if event.k.shape[1] == 1 else _HEADS // 2
 
     def small(self, weights: float) -> nn.Module:
         """Return a small layer with random weights, matrices of a standard deviation."""
         rng, config = torch.Generator().manual_seed(0), copy.deepcopy(self._config)
-        for name, size in (_SMALL | {"num_key_value_heads": self._kv_heads}).items():
+        for name, size in (_SMALL | {"num_key_value_heads": self._kv_heads, "rotary_dim": self._rotary}).items():
             if getattr(config, name, None) is not None:
                 with suppress(AttributeError):  # a property that follows from other fields
-                    setattr(config, name, size)
+                    own = getattr(config, name)
+                    setattr(config, name, [size] * len(own) if isinstance(own, list) else size)
         config._attn_implementation, config._experts_implementation_internal = ATTENTION, "eager"
+        if self._adapt is not None:  # some make their modules by name
+            config._attn_implementation = "eager"
         with torch.random.fork_rng(devices=[]):
             small: nn.Module = self._class(config, self._index).float().eval().requires_grad_(False)
-        self._adapt(small)
+        config._attn_implementation = ATTENTION
+        if self._adapt is not None:
+            self._adapt(small)
         for tensor in small.parameters():
             tensor.copy_(torch.randn(tensor.shape, generator=rng) * (weights if tensor.dim() > 1 else 1.0))
         return small
@@ -191,8 +220,9 @@ class _Trial:
         x = torch.randn(1, _TOKENS, _SMALL["hidden_size"], generator=rng)
         positions: Any = None
         if self._width:
-            width = self._width * _DIM // self._dim
-            positions = tuple(torch.randn(1, _TOKENS, width, generator=rng) for _ in range(2))
+            positions = tuple(torch.randn(1, _TOKENS, self._width, generator=rng) for _ in range(2))
+        angles = None if positions is None else (positions[0][0], positions[1][0])
+        positions = torch.complex(*positions) if self._complex else positions
         args, kwargs = self._arguments(x, positions)
         seen = list[Seen]()
         with ExitStack() as hooks:
@@ -203,8 +233,16 @@ class _Trial:
             event, attended, result = _ran(lambda: layer(*args, **kwargs))
         outputs = len(result) if isinstance(result, tuple) else None
         result = result[0] if isinstance(result, tuple) else result
-        angles = None if positions is None else (positions[0][0], positions[1][0])
         return LayerRun(layer, seen, x[0], event, angles, attended[0], result[0], outputs), positions
+
+    def clip(self, small: nn.Module) -> float:
+        """Return the limit of values of a small layer whose matrices have the first of the standard deviations; 0 for
+        none. Change the layer's weights."""
+        for tensor in small.parameters():
+            if tensor.dim() > 1:
+                tensor.mul_(_WEIGHTS[1] / _WEIGHTS[0])
+        size = self.run(small)[0].event.v.abs()
+        return float(size.max()) if int((size == size.max()).sum()) > 1 else 0.0
 
     def _arguments(self, x: Tensor, positions: Any) -> Call:
         """Return arguments like those of the call: hidden states x, positions, and no masks."""
@@ -231,18 +269,25 @@ class _Trial:
     def passes(self, record: LayerRecord) -> bool:
         """Return whether calls by the record compute the same as the modules, but for rounding."""
         try:
-            return all(self._alike(self.small(size), record) for size in _WEIGHTS)
+            return all(self._alike(self._sized(record, size), record) for size in _WEIGHTS)
         except FlexError:
             raise
         except Exception:  # the record does not fit the layer
             return False
 
+    def _sized(self, record: LayerRecord, weights: float) -> nn.Module:
+        """Return a small layer as `small`. In modules that compute the block after attention, which are used as they
+        are, matrices keep the first of the deviations: with large ones, rounding may change a choice of experts."""
+        small = self.small(weights)
+        for tensor in (x for path in record.blocks for x in small.get_submodule(path).parameters() if x.dim() > 1):
+            tensor.mul_(_WEIGHTS[0] / weights)
+        return small
+
     def _alike(self, own: nn.Module, record: LayerRecord) -> bool:
         ours = copy.deepcopy(own)
         use_product(ours, Product(torch.float32))
         run, positions = self.run(own)
-        width = 0 if positions is None else positions[0].shape[-1]
-        native = NativeLayer(ours, run.event, width, LayerKind(record, lambda: True, Scratch()))
+        native = NativeLayer(ours, run.event, self._width, LayerKind(record, lambda: True, Scratch()))
         found, _, result = _ran(lambda: native(run.x[None].clone(), positions)[1])
         one, two = run.event, found
         pairs = [(one.q * one.scale, two.q * two.scale), (one.v, two.v), (run.result, result[0])]
@@ -263,7 +308,8 @@ def _see(seen: list[Seen], path: str, module: nn.Module, args: Any, kwargs: Any,
 def _by_token(x: Tensor) -> Tensor:
     """Return a copy of [1, tokens, ...] or [1, heads, tokens, dim] as [tokens, ...]."""
     x = x[0] if x.dim() > 2 and x.shape[0] == 1 else x
-    return (x.transpose(0, 1) if x.dim() == 3 and x.shape[0] != _TOKENS == x.shape[1] else x).clone()
+    x = x.transpose(0, 1) if x.dim() == 3 and x.shape[0] != _TOKENS == x.shape[1] else x
+    return (x[:, 0] if x.dim() == 3 and x.shape[1] == 1 else x).clone()
 
 
 def _ran(layer: Callable[[], Any]) -> tuple[Attend, Tensor, Any]:

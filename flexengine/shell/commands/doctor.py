@@ -18,6 +18,7 @@ from flexengine.shell.doctor.machine import Disk, Failed
 
 _OPTIONS = """
 --measure              measure the rates of the disks and the memory now; takes ten seconds or more
+--model MODEL          model, here on this machine, whose layers to examine: which ones run as modules of transformers
 --offload-dir DIR ...  offload directory to examine; may be repeated (default: offload in the cache)
 --json                 print one JSON object
 """
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print facts and findings and return the exit code."""
     if args.measure:
         say("measuring disks and memory")
-    facts = collect(list(map(Path, args.offload_dir or [])), args.measure)
+    facts = collect(list(map(Path, args.offload_dir or [])), args.measure, args.model or "")
     problems = findings(facts)
     if args.json:
         print(json.dumps(facts.to_json() | {"findings": list(map(asdict, problems))}))
@@ -101,6 +102,11 @@ def _kernels(facts: Any) -> Iterator[str]:
     yield f"{state}; {threads} threads"
 
 
+def _model(facts: Any) -> Iterator[str]:
+    if model := facts.part("model"):
+        yield f"{model['name']}: native kernels compute {model['native']} of {model['layers']} layers on a CPU"
+
+
 def _compiler(facts: Any) -> Iterator[str]:
     for compiler in facts.compilers:
         known = compiler.version.startswith(compiler.command)
@@ -137,6 +143,7 @@ _SUBJECTS: dict[str, Callable[[Any], Iterable[str]]] = {
     "memory": _memory,
     "gpu": _gpu,
     "kernels": _kernels,
+    "model": _model,
     "compiler": _compiler,
     "python": _python,
     "extras": lambda facts: [_versions(facts.software.extras)],

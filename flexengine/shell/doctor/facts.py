@@ -15,7 +15,6 @@ from typing import Any
 
 from flexengine import __version__
 from flexengine.config import cache_root
-from flexengine.places import MOST_DISKS
 from flexengine.plan.formatting import percent, size
 from flexengine.shell.cachedir import contents, hub_cache, hub_directory
 from flexengine.shell.doctor import machine
@@ -64,19 +63,20 @@ class Facts:
         return values if isinstance(self.engine, Failed) else values | values.pop("engine")
 
 
-def collect(offload: Sequence[Path] = (), measure: bool = False) -> Facts:
+def collect(offload: Sequence[Path] = (), measure: bool = False, model: str = "") -> Facts:
     """Return all facts.
 
     Args:
         offload: offload directories; default: the one in the cache.
         measure: measure the rates of the disks and the memory, which takes about ten seconds.
+        model: directory or id of a model, whose layers are examined without reading weights; "" for none.
     """
     cached = attempt(cache_root)
     directories = list(offload) or ([] if isinstance(cached, Failed) else [cached / "offload"])
     hub = attempt(hub_directory)
     named = [("cache", cached), *(("offload", path) for path in directories), ("hub", hub), ("current", Path())]
     disks = tuple(attempt(partial(_disk, use, path)) for use, path in named if not isinstance(path, Failed))
-    engine = attempt(lambda: _probed(directories, disks, measure))
+    engine = attempt(lambda: _probed(directories, disks, measure, model))
     software, compilers = attempt(machine.software), attempt(machine.compilers)
     return Facts(attempt(machine.cpu), attempt(machine.memory), disks, software, compilers, attempt(_cached), engine)
 
@@ -115,10 +115,10 @@ def _unwritable(root: Path) -> str:
     return ""
 
 
-def _probed(offload: Sequence[Path], disks: Sequence[Disk | Failed], measure: bool) -> dict[str, Any]:
+def _probed(offload: Sequence[Path], disks: Sequence[Disk | Failed], measure: bool, model: str) -> dict[str, Any]:
     """Return the facts that need torch, from a process of their own. Raise RuntimeError if the process fails."""
     first = str(offload[0]) if offload else os.devnull
-    request = json.dumps({"offload": first, "disks": _apart(disks), "measure": measure})
+    request = json.dumps({"offload": first, "disks": machine.apart(disks), "measure": measure, "model": model})
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "flexengine.shell.doctor.probe", request],
@@ -128,7 +128,7 @@ def _probed(offload: Sequence[Path], disks: Sequence[Disk | Failed], measure: bo
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=None if measure else subprocess.PIPE,
-        timeout=_MEASURE_SECONDS if measure else _TORCH_SECONDS,
+        timeout=_MEASURE_SECONDS if measure or model else _TORCH_SECONDS,
     )
     if ran.returncode:
         lines = (ran.stderr or "").strip().splitlines() or ["see above"]
@@ -136,18 +136,6 @@ def _probed(offload: Sequence[Path], disks: Sequence[Disk | Failed], measure: bo
         raise RuntimeError(f"torch and the kernels cannot be loaded: {how}")
     values: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
     return values
-
-
-def _apart(disks: Sequence[Disk | Failed]) -> list[str]:
-    """Return one writable directory for each disk, that of the offload directory first. Of those in RAM only the
-    offload directory is taken, as RAM is no disk."""
-    usable = [each for each in disks if isinstance(each, Disk) and each.writable and each.free]
-    usable.sort(key=lambda each: each.use != "offload")
-    by_device: dict[int, str] = {}
-    for each in usable:
-        if each.use == "offload" or not each.in_ram:
-            by_device.setdefault(each.device, each.path)
-    return list(by_device.values())[:MOST_DISKS]
 
 
 # Findings.
@@ -191,7 +179,7 @@ def findings(facts: Facts) -> list[Finding]:
 def _failed(name: str, error: str) -> Finding:
     if name == "engine":
         return Finding(STOPS, 90, error, "install torch and flexengine again, in a fresh environment")
-    level, effect = (STOPS, 80) if name in ("torch", "kernels") else (STOPS if name == "cache" else NOTE, 5)
+    level, effect = (STOPS, 80) if name in ("torch", "kernels", "model") else (STOPS if name == "cache" else NOTE, 5)
     return Finding(level, effect, f"{name} cannot be examined: {error}")
 
 
@@ -209,6 +197,11 @@ def _engine(engine: Mapping[str, Any], facts: Facts) -> Iterator[Finding]:
     if torch and engine.get("rates") is None:
         text = "this machine's rates are not measured yet: a job does so if that may shorten it"
         yield Finding(NOTE, 12, text, "flexengine measure")
+
+
+def _layers(_: Mapping[str, Any], facts: Facts) -> Iterator[Finding]:
+    for text in facts.part("model").get("as_modules", ()):
+        yield Finding(SLOWS, 1.15, f"{facts.part('model')['name']}: {text}")
 
 
 def _libraries(software: Software, _: Facts) -> Iterator[Finding]:
@@ -390,7 +383,7 @@ def _variable(facts: Facts, name: str) -> str | None:
 
 
 _CHECKS: dict[str, Sequence[Callable[[Any, Facts], Iterator[Finding]]]] = {  # by the part of the facts that they need
-    "engine": (_engine, _gpu),
+    "engine": (_engine, _gpu, _layers),
     "cpu": (_cpu, _threads),
     "memory": (_memory,),
     "software": (_libraries, _environment),

@@ -7,12 +7,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+from flexengine.places import MOST_DISKS
 
 # Names of instruction sets, by the flags of /proc/cpuinfo (x86: flags, ARM: Features).
 _FEATURES = {
@@ -157,6 +159,18 @@ def disk(use: str, path: Path, root: Path = _ROOT) -> Disk:
         network=mount.filesystem in _NETWORK,
         rotational=_rotational(mount, root),
     )
+
+
+def apart(disks: Sequence[Disk | Failed]) -> list[str]:
+    """Return one writable directory for each disk, that of the offload directory first. Of those in RAM only the
+    offload directory is taken, as RAM is no disk."""
+    usable = [each for each in disks if isinstance(each, Disk) and each.writable and each.free]
+    usable.sort(key=lambda each: each.use != "offload")
+    by_device: dict[int, str] = {}
+    for each in usable:
+        if each.use == "offload" or not each.in_ram:
+            by_device.setdefault(each.device, each.path)
+    return list(by_device.values())[:MOST_DISKS]
 
 
 def _mount_of(path: Path, root: Path) -> _Mount:

@@ -1,7 +1,7 @@
 """Facts that need torch, printed as one line of JSON by a process of its own: importing a damaged torch, or starting a
 damaged GPU driver, can end or stop the process that does it.
 
-    python -m flexengine.shell.doctor.probe '{"offload": "/path", "disks": ["/path", ...], "measure": false}'
+    python -m flexengine.shell.doctor.probe '{"offload": "/path", "disks": [...], "measure": false, "model": ""}'
 """
 
 import json
@@ -102,11 +102,35 @@ def _best(table: Table) -> float:
     return max(rate for _, rate in table)
 
 
-def facts(offload: Path, disks: list[Path], measure: bool) -> dict[str, Any]:
+def model_facts(model: str) -> dict[str, Any]:
+    """Return how many layers of a model native kernels compute on a CPU, and why they do not compute the others. No
+    weight is read, and nothing is downloaded; kernels are compiled first if necessary."""
+    from flexengine.model.build import build_from  # imported here, as it imports transformers
+    from flexengine.model.config import load_config
+    from flexengine.model.files import weights_in
+    from flexengine.model.forward import pausing_layers
+    from flexengine.model.source import ModelSource, check_local, resolve
+
+    path = Path(model)
+    bare = (path / "config.json").is_file() and weights_in(path) is None  # a config is enough
+    if not bare:
+        check_local(model)
+    source = ModelSource(path, path.resolve().name) if bare else resolve(model)
+    with torch.no_grad():
+        config = load_config(source.directory, weights=not bare)
+        skeleton = build_from(config, source.directory, torch.float32)
+        layers = pausing_layers(skeleton.model)
+        native = sum(layer.native is not None and layer.native.kind.proven() for layer in layers)
+    texts = list(skeleton.module_words)
+    return {"name": source.name, "layers": len(layers), "native": native, "as_modules": texts}
+
+
+def facts(offload: Path, disks: list[Path], measure: bool, model: str) -> dict[str, Any]:
     """Return all facts; a failed probe is {"error": text}. disks: directories on disks of their own."""
     facts: dict[str, Any] = {"torch": attempt(torch_facts), "kernels": attempt(kernel_facts)}
     facts["gpus"] = attempt(cuda.gpus)
     facts["rates"] = attempt(lambda: _on([offload], lambda machine: stored_rates(machine, disks)))
+    facts["model"] = attempt(lambda: model_facts(model)) if model else None
     facts["measured"] = attempt(lambda: _on(disks, measured_rates)) if measure and disks else None
     return {name: asdict(value) if isinstance(value, Failed) else value for name, value in facts.items()}
 
@@ -118,4 +142,5 @@ def _on(directories: list[Path], probe: Callable[[Machine], Any]) -> Any:
 
 if __name__ == "__main__":
     wanted = json.loads(sys.argv[1])
-    print(json.dumps(facts(Path(wanted["offload"]), list(map(Path, wanted["disks"])), wanted["measure"])), flush=True)
+    disks = list(map(Path, wanted["disks"]))
+    print(json.dumps(facts(Path(wanted["offload"]), disks, wanted["measure"], wanted["model"])), flush=True)

@@ -86,9 +86,11 @@ def test_a_report_of_other_facts(here: Facts) -> None:
     rates = {"when": time.time() - 3 * 3600, "disks": {"/d": {"read": 2e9, "write": 1e9, "checkpoint_read": 3e9}},
              "touch": 5e8, "h2d": 2e10, "d2h": 1e10}  # fmt: skip
     engine = here.engine | {"gpus": [gpu], "rates": rates, "measured": {"error": "E"}}
+    engine |= {"model": {"name": "a model", "layers": 4, "native": 3, "as_modules": []}}
     text = command.as_text(Facts(*(getattr(here, name) for name in list(Facts.__dataclass_fields__)[:-1]), engine), [])
     assert "GPU \\x1b[2J, 80.0 GB, 79.0 GB free, compute capability 9.0" in text
     assert "measured 3 hours ago, in GB/s" in text
+    assert "model        a model: native kernels compute 3 of 4 layers on a CPU" in text
     assert [line.split() for line in text.splitlines() if line.startswith("/d")] == [["/d", "2.00", "1.00"]]
     assert text.endswith("nothing stops or slows jobs here")
 
@@ -124,10 +126,10 @@ def test_one_directory_of_each_disk_is_measured(tmp_path: Path) -> None:
     found = machine.disk("cache", tmp_path)
     disks = [found, machine.disk("current", Path("/dev/shm")), machine.disk("offload", tmp_path / "offload"),
              machine.disk("hub", Path("/proc")), Failed("E")]  # fmt: skip
-    assert collected._apart(disks) == [str(tmp_path / "offload")]
+    assert machine.apart(disks) == [str(tmp_path / "offload")]
     in_ram = machine.disk("offload", Path("/dev/shm/x"))
     if in_ram.in_ram:
-        assert collected._apart([found, in_ram]) == ["/dev/shm/x", str(tmp_path)]
+        assert machine.apart([found, in_ram]) == ["/dev/shm/x", str(tmp_path)]
 
 
 # Damaged installations: a torch that stands before the real one.

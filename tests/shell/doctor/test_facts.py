@@ -9,10 +9,12 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from transformers.models.beam.configuration_beam import BeamConfig
 
 from flexengine import kernels
 from flexengine.kernels import build
@@ -32,6 +34,7 @@ from flexengine.shell.doctor.machine import (
 )
 from flexengine.tier.machine import make_machine
 from tests.helpers.measuring import hardware
+from tests.helpers.tiny_models import tiny_config
 
 # Processor and memory.
 
@@ -287,31 +290,44 @@ def test_measured_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(links, name, 16 << 20)
     monkeypatch.setattr(links, "READS", (1 << 20,))
     directories = [tmp_path / "one", tmp_path / "two"]
-    found = probe.facts(directories[0], directories, measure=True)
+    found = probe.facts(directories[0], directories, measure=True, model="")
     rates = found["measured"]
     assert list(rates["disks"]) == list(map(str, directories))
     numbers = [rates["touch"], rates["h2d"], *(x for each in rates["disks"].values() for x in each.values())]
     assert len(numbers) == 7
     assert all(number > 0 for number in numbers)
     assert list(tmp_path.iterdir()) == []
-    assert probe.facts(directories[0], [], measure=False)["measured"] is None
+    assert probe.facts(directories[0], [], measure=False, model="")["measured"] is None
+
+
+@pytest.mark.slow
+def test_layers_of_a_model(families: Any, tmp_path: Path) -> None:
+    """All of a LLaMA are computed by native kernels, none of a Beam."""
+    found = probe.model_facts(str(families("llama").directory))
+    assert (found["layers"], found["native"], found["as_modules"]) == (4, 4, [])
+    tiny_config(BeamConfig).save_pretrained(tmp_path)
+    found = probe.model_facts(str(tmp_path))
+    assert (found["layers"], found["native"]) == (4, 0)
+    assert all("layers run as modules of transformers" in text for text in found["as_modules"])
+    assert sum(int(text.split()[0]) for text in found["as_modules"]) == 4
+    assert "error" in probe.facts(tmp_path, [], measure=False, model="no/such-model")["model"]
 
 
 def test_stored_rates(own_cache: Path) -> None:
     """Of the machine with the default offload directory, as jobs have it."""
     kernels.load()  # the rates belong to kernels
     offload = own_cache / "offload"
-    assert probe.facts(offload, [own_cache], measure=False)["rates"] is None
+    assert probe.facts(offload, [own_cache], measure=False, model="")["rates"] is None
     machine = make_machine("cpu", None, None, [offload])
     key = store.key_of(machine, torch.bfloat16, [own_cache])
     machine.close()
     store.save_rates(store.key_of(machine, torch.float32, []), hardware(touch=7.0))
-    found = probe.facts(offload, [own_cache], measure=False)["rates"]
+    found = probe.facts(offload, [own_cache], measure=False, model="")["rates"]
     assert found["disks"] == {str(offload): {"read": 4.0, "write": 4.0, "checkpoint_read": 4.0}}
     assert (found["h2d"], found["touch"], found["flops"]) == (4.0, 7.0, {"float32": 4.0})
     assert time.time() - found["when"] < 60
     store.save_rates(key, hardware(touch=9.0))
-    assert probe.facts(offload, [own_cache], measure=False)["rates"]["touch"] == 9.0  # the latest
+    assert probe.facts(offload, [own_cache], measure=False, model="")["rates"]["touch"] == 9.0  # the latest
 
 
 def test_a_probe_that_fails() -> None:

@@ -168,6 +168,13 @@ def test_a_place_that_holds_nothing_has_no_column() -> None:
     assert "prompt tokens computed 15.0 tok/s 75 in the 5.00 s of prefill sweeps" in text
 
 
+def test_layers_that_run_as_modules_are_named() -> None:
+    text = "3 of 4 layers run as modules of transformers, which is slower: a <reason>"
+    for texts in ([], [text, "1 of 4 layers ..."]):
+        words = Page(render(record(summary=record().summary | {"as_modules": texts}))).texts
+        assert [words.count(one) for one in (text, "1 of 4 layers ...", "layers")] == [len(texts) // 2] * 3
+
+
 @pytest.mark.parametrize("state", ["running", "interrupted", "failed"])
 def test_a_job_that_has_not_begun_a_sweep(state: str) -> None:
     page = Page(render(ReportRecord("run", state=state)))
