@@ -119,6 +119,8 @@ OFFLOAD_LONG = Case("c2", 32, fixed(32), fixed(32))
 SMOKE = Case("smoke", 4, Lengths(3, 9), Lengths(2, 5), peer_batches=(2, 4))
 OFFLOAD_LLAMA = Case("d", 16, fixed(128), fixed(8))
 RESIDENT_LLAMA = Case("e", 16, fixed(128), fixed(16))
+LONG_PROMPTS = Case("f", 8, fixed(1500), fixed(64))
+LONG_CONTEXT = Case("h", 4, fixed(6000), fixed(32))
 GPU_OFFLOAD = Case("g", 32, fixed(256), fixed(16), peer_batches=(32,))
 
 COMPARISONS = {
@@ -132,6 +134,8 @@ COMPARISONS = {
             OFFLOAD_LLAMA, "llama-1.1b", ("accelerate-disk", "airllm", "llama-cpp"), "float16", 16 * 10**8,
         ),
         Comparison(RESIDENT_LLAMA, "llama-1.1b", ("transformers",), "float32"),
+        Comparison(LONG_PROMPTS, "demo", ("openvino-f32", "openvino-bf16", "openvino")),
+        Comparison(LONG_CONTEXT, "demo", ("openvino-f32", "openvino-bf16", "openvino")),
         Comparison(
             GPU_OFFLOAD, "opt-13b", ("accelerate-cpu", "accelerate-disk", "flexgen", "deepspeed"), "float16",
             device="cuda", device_mem="16GiB",

@@ -4,7 +4,9 @@ python -m bench.kernels.attention [--cases mha gqa gqa8 ...] [--rounds 12] [--ou
 
 Decode attention is compared with torch's fp32 SDPA, with a plain read of the same bytes, and with the bound: the longer
 of the time of that read and the time of the products at the peak that bench.kernels.peak measures in the same run.
-Attention of prompts is compared with that peak; products with keys after the query are not counted.
+Attention of prompts is compared with that peak; products with keys after the query are not counted. Cases "share ..."
+are left out unless named: prompts of 512, 1,500 and 6,000 tokens by heads, in fp32 and, compared with the peak of bf16,
+in pairs of bf16.
 
 All sides alternate in one process, on threads that share cores with other programs, so the least time of all rounds
 counts. Every side of a decode case uses more memory than the CPU caches hold, in the pages of the engine's tiers:
@@ -93,6 +95,7 @@ class PromptCase:
 
     Attributes:
         tokens: tokens of each prompt.
+        rounded: whether products are of pairs of bf16, where the CPU has them.
     """
 
     name: str
@@ -100,6 +103,7 @@ class PromptCase:
     heads: int = 32
     dim: int = 128
     tokens: tuple[int, ...] = (128, 512, 1024, 2048, 4096)
+    rounded: bool = False
 
     def operations(self, tokens: int) -> int:
         """Return the products and additions of a causal prompt: query t attends to t + 1 keys."""
@@ -109,6 +113,12 @@ class PromptCase:
 CASES = {case.name: case for case in (Case("mha", kv_heads=32), Case("gqa", kv_heads=8), Case("gqa8", kv_heads=4))}
 PROMPTS = {case.name: case for case in (
     PromptCase("prompt-mha", kv_heads=32), PromptCase("prompt-gqa", kv_heads=8), PromptCase("prompt-gqa8", kv_heads=4),
+)}  # fmt: skip
+SHARES = {case.name: case for case in (
+    PromptCase(f"share {heads}/{kv_heads} of {dim}{', bf16' if rounded else ''}", kv_heads, heads, dim,
+               (512, 1500, 6000), rounded)
+    for heads, kv_heads, dim in ((9, 3, 64), (16, 16, 64), (16, 16, 128), (16, 4, 128), (16, 2, 128))
+    for rounded in (False, True)
 )}  # fmt: skip
 
 
@@ -212,13 +222,14 @@ def results(case: Case, seconds: Mapping[str, list[float]], most: Peak) -> dict[
 
 
 def prompt_results(case: PromptCase, seconds: Mapping[int, list[float]], most: Peak) -> dict[str, Record]:
-    """Return figures by tokens of a prompt, from the least times. `share` is the share of the peak of fp32 products."""
-    found = {}
+    """Return figures by tokens of a prompt, from the least times. `share` is the share of the peak of fp32 products, or
+    of those of bf16."""
+    found, peak_rate = {}, most.bf16 if case.rounded else most.fp32
     for tokens, all_seconds in seconds.items():
         rate = case.operations(tokens) / min(all_seconds)
         found[str(tokens)] = {
             "seconds": min(all_seconds), "median": statistics.median(all_seconds), "gflop_s": rate / 1e9,
-            "share": rate / most.fp32,
+            "share": rate / peak_rate,
         }  # fmt: skip
     return found
 
@@ -236,7 +247,7 @@ def table(case: Case, found: Mapping[str, Record]) -> str:
 
 def prompt_table(case: PromptCase, found: Mapping[str, Record]) -> str:
     """Return the figures of `prompt_results` as a table."""
-    lines = [f"{case.name}: {case.heads} heads on {case.kv_heads} of {case.dim}",
+    lines = [f"{case.name}: {case.heads} heads on {case.kv_heads} of {case.dim}{', bf16' if case.rounded else ''}",
              f"{'tokens':8}{'ms':>9}{'GFLOP/s':>9}{'share':>8}"]  # fmt: skip
     lines += [f"{n:8}{x['seconds'] * 1e3:9.2f}{x['gflop_s']:9.1f}{x['share']:8.2f}" for n, x in found.items()]
     return "\n".join(lines)
@@ -261,7 +272,8 @@ def run_prompt(case: PromptCase, rounds: int) -> Record:
     k, v = torch.randn(2, 1, longest, case.kv_heads, case.dim)
     seconds = {}
     for n in case.tokens:
-        call = functools.partial(kernel.attend_prompt, q[:, :n], k[:, :n], v[:, :n], AttentionOptions(case.dim**-0.5))
+        options = AttentionOptions(case.dim**-0.5, rounded=case.rounded)
+        call = functools.partial(kernel.attend_prompt, q[:, :n], k[:, :n], v[:, :n], options)
         seconds[n] = timed({"": functools.partial(_ignoring, call)}, max(2, rounds * 256 // n))[""]
     return record(case, kernel, rounds) | {"lengths": prompt_results(case, seconds, peak.measure())}
 
@@ -284,7 +296,7 @@ def record(case: Case | PromptCase, kernel: Kernels, rounds: int) -> Record:
 def main() -> None:
     """Run the command of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *PROMPTS], default=[*CASES, *PROMPTS])
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *PROMPTS, *SHARES], default=[*CASES, *PROMPTS])
     parser.add_argument("--rounds", type=int, default=12, help="how often the sides take turns (default 12)")
     parser.add_argument("--out", metavar="FILE", help="append records to this file under bench/results/")
     arguments = parser.parse_args()
@@ -293,8 +305,9 @@ def main() -> None:
             found = run_case(CASES[name], arguments.rounds)
             text = table(CASES[name], found["kinds"])
         else:
-            found = run_prompt(PROMPTS[name], arguments.rounds)
-            text = prompt_table(PROMPTS[name], found["lengths"])
+            case = (PROMPTS | SHARES)[name]
+            found = run_prompt(case, arguments.rounds)
+            text = prompt_table(case, found["lengths"])
         harness.emit(found, arguments.out)
         print(text, file=sys.stderr, flush=True)
 

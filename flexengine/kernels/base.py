@@ -52,6 +52,9 @@ class AttentionOptions(NamedTuple):
     # of equal ones, and its own position. The weights are not rescaled. V that no query head of a kv head uses is not
     # read. Attention of prompts uses all V.
     topk: float | None = None
+    # Whether attention of prompts multiplies pairs of bf16, if the kernels have `bf16`: q times the scale, K, V and the
+    # weights are rounded to bf16, and sums are in fp32. Decode attention is not concerned.
+    rounded: bool = False
 
 
 class PromptCall(NamedTuple):
@@ -74,6 +77,7 @@ class Kernels(ABC):
     """
 
     name: str  # "native", "reference" or "cuda", for reports
+    bf16 = False  # whether they multiply pairs of bf16
     narrow = False  # whether `product`, `linear` and `add_weighted` accept x in bf16 and fp16
 
     @abstractmethod
@@ -115,7 +119,7 @@ class Kernels(ABC):
 
     def paged(
         self, heads: int, pool: Tensor, tokens: PagedTokens, window: int | None = None,
-        form: CacheFormat | None = None, memory: Tensor | None = None,
+        form: CacheFormat | None = None, memory: Tensor | None = None, rounded: bool = False,
     ) -> PagedAttention | None:  # fmt: skip
         """Check the arguments, and return them for calls that compute a whole layer, with this pool or others of its
         shape; None if these kernels have no such calls.
@@ -123,6 +127,7 @@ class Kernels(ABC):
         Args:
             pool, window, form: as in `decode_attention`.
             memory: scratch memory of an earlier result, which is used if it is large enough.
+            rounded: as in AttentionOptions.
         """
         return None
 
@@ -149,7 +154,7 @@ class Kernels(ABC):
         Scratch memory: at most `prompt_scratch` bytes per call, and on a CPU fp32 copies of half-precision q, k, v.
 
         On a CPU with native kernels a query's result is bitwise the same for any number of queries and prompts, any
-        number of threads, and, if the pool holds fp32, any number of cached tokens.
+        number of threads, and, if the pool holds fp32, any number of cached tokens; `rounded` or not.
         """
 
     def attend_prompt(

@@ -57,7 +57,7 @@ def check_pool(pool: Tensor, form: CacheFormat | None) -> Room:
 
 
 def _check_options(options: AttentionOptions, heads: int) -> None:
-    _, window, softcap, sinks, topk = options
+    _, window, softcap, sinks, topk, _ = options
     if window is not None and window < 1:
         raise InvalidInput(f"window is {window}; it must be None or at least 1")
     if softcap is not None and not softcap > 0:

@@ -83,7 +83,7 @@ class NativeKernels(Kernels):
 
     def paged(
         self, heads: int, pool: Tensor, tokens: PagedTokens, window: int | None = None,
-        form: CacheFormat | None = None, memory: Tensor | None = None,
+        form: CacheFormat | None = None, memory: Tensor | None = None, rounded: bool = False,
     ) -> PagedAttention | None:  # fmt: skip
         if not _is_native(pool, *tokens[:4]):
             return None
@@ -96,8 +96,8 @@ class NativeKernels(Kernels):
         if bad := self._append_check(ctypes.addressof(append)):
             raise checks.bad_token(bad - 1, room)
         found = PagedAttention(heads, pool, tables, lengths, window, form, pages, offsets,
-                               *structs.pieces_of(tokens.prompts), room, pool, split=0)  # fmt: skip
-        options = AttentionOptions(1.0, window)
+                               *structs.pieces_of(tokens.prompts), room, pool, split=0, rounded=rounded)  # fmt: skip
+        options = AttentionOptions(1.0, window, rounded=rounded)
         if len(lengths):
             call = structs.decode_call(row[: len(lengths)], pool, tables, lengths, room, options, form)
             if (nbytes := self._decode_bytes(ctypes.addressof(call))) < 0:

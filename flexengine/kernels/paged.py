@@ -59,6 +59,7 @@ class PagedAttention(NamedTuple):
     room: Room  # sizes of the pool
     memory: Tensor  # scratch memory. Attention of prompts uses the bytes from `split` on
     split: int  # bytes of the scratch memory of decode attention
+    rounded: bool = False  # as in `AttentionOptions`
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -70,5 +71,5 @@ class PagedAttention(NamedTuple):
     def sizes(self) -> tuple[object, ...]:
         """Values that are equal in all gpu_batches that use one recorded call."""
         pieces = None if self.pieces is None else len(self.pieces)
-        plain = (self.heads, self.window, self.form, self.room, self.split)
+        plain = (self.heads, self.window, self.form, self.room, self.split, self.rounded)
         return (*plain, self.pool.dtype, *self.tables.shape, len(self.pages), pieces)

@@ -355,7 +355,7 @@ def _blockwise(q: Tensor, first: int, keys: Keys, options: AttentionOptions) -> 
 
     Softmax and sums are updated block by block of keys (online softmax, arXiv 1805.02867), in fp32.
     """
-    scale, window, softcap, sinks, _ = options
+    scale, window, softcap, sinks, *_ = options
     batch, count, heads, dim = q.shape
     acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     top = torch.full((batch, heads, count, 1), torch.finfo(torch.float32).min, device=q.device)

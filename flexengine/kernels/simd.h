@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#if !defined(FLEX_PORTABLE) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if !defined(FLEX_PORTABLE) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define FLEX_AVX512 1
 #elif !defined(FLEX_PORTABLE) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FLEX_AVX2 1
@@ -237,6 +237,35 @@ inline vf vexp(vf x) {
     y = vfma(y, r, vset(5.0000001201e-1f));
     y = vadd(vfma(vmul(y, r), r, r), vset(1.f));
     return vmul(y, vshift23(vadd(n, vset(12582912.f + 127.f))));
+}
+
+// Returns 2^x for x <= 0, with a relative error below 1.2e-7, or, if not EXACT, 8e-5; at most 1.2e-38 for x < -126; NaN for
+// NaN. Terms are added in pairs, as that takes half the time of one after the other.
+template <bool EXACT> inline vf vexp2(vf x) {
+#if defined(FLEX_AVX512)
+    const vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // x - n; 0 for -inf
+#else
+    x = vmax(vset(-126.f), x);
+    const vf shifted = vadd(x, vset(12582912.f)), n = vsub(shifted, vset(12582912.f)), r = vsub(x, n);  // as in vexp
+#endif
+    const vf square = vmul(r, r);
+    vf y;
+    if (EXACT) {
+        const vf low = vfma(r, vset(6.9314720574e-1f), vset(1.f));
+        const vf middle = vfma(r, vset(5.5503287771e-2f), vset(2.4022646890e-1f));
+        y = vfma(r, vset(1.3399931183e-3f), vset(9.6184889739e-3f));
+        y = vfma(square, vset(1.5345807499e-4f), y);
+        y = vfma(vfma(y, square, middle), square, low);
+    } else {
+        const vf low = vfma(r, vset(6.9326099384e-1f), vset(9.9992807397e-01f));
+        y = vfma(vfma(r, vset(5.5171623653e-2f), vset(2.4261111871e-1f)), square, low);
+    }
+#if defined(FLEX_AVX512)
+    return _mm512_scalef_ps(y, n);
+#else
+    return vmul(y, vshift23(vadd(n, vset(12582912.f + 127.f))));
+#endif
 }
 
 inline vf vtanh(vf x) {

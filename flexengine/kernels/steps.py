@@ -349,7 +349,7 @@ class Steps:
             to: pages, for these numbers of tokens and heads.
             options: scale, softcap and sinks (fp32, contiguous) are used.
         """
-        out, n, options = self.new(q.shape), len(to.lengths), options._replace(window=to.window)
+        out, n, options = self.new(q.shape), len(to.lengths), options._replace(window=to.window, rounded=to.rounded)
 
         def append(tokens: slice) -> None:
             where = (k[tokens], v[tokens], to.pool, to.pages[tokens], to.offsets[tokens])

@@ -141,7 +141,7 @@ def prompt_call(prompt: PromptCall, room: Room | None, options: AttentionOptions
         *(address(x) for x in (q, k, v, options.sinks, out, pool, table)),
         *(batch, queries, keys, heads, kv_heads, dim, options.window or 0, *cached),
         *(x.stride(i) for x in (q, k, v) for i in range(3)),
-        *(options.scale, options.softcap or 0.0, code, torch.get_num_threads()),
+        *(options.scale, options.softcap or 0.0, code, options.rounded, torch.get_num_threads()),
     )
 
 
@@ -155,7 +155,7 @@ def batch_call(
         qkv: of all tokens, [tokens, heads, head_dim], with a stride of 1 along a row.
         out: receives the result, [tokens, heads, head_dim], contiguous; None to ask for the size of the memory.
         to: what else the call reads.
-        options: scale, softcap and sinks are used.
+        options: scale, softcap, sinks and rounded are used.
         memory: scratch memory; None to ask for its size.
     """
     assert to.pieces is not None
@@ -164,7 +164,7 @@ def batch_call(
         *(len(to.pieces), qkv[0].shape[1], to.room.kv_heads, to.room.dim, to.window or 0),
         *(to.room.pages, to.room.page_tokens, 0 if to.form is None else to.form.group),
         *(x.stride(i) for x in qkv for i in range(2)),
-        *(options.scale, options.softcap or 0.0, stored(to.pool, to.form), torch.get_num_threads()),
+        *(options.scale, options.softcap or 0.0, stored(to.pool, to.form), options.rounded, torch.get_num_threads()),
     )
 
 

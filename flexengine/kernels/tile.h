@@ -5,7 +5,8 @@
 namespace {
 
 #define UNROLL _Pragma("GCC unroll 32")  // without UNROLL and INLINE, GCC keeps arrays of registers in memory
-#define INLINE inline __attribute__((always_inline))
+#define FORCED __attribute__((always_inline))
+#define INLINE inline FORCED
 
 // ROWS x VECS registers of sums leave enough registers for a row of factors.
 #if defined(FLEX_AVX512)
@@ -34,7 +35,9 @@ INLINE vf vpair(vf first, vf second) {  // rounded
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
 }
+INLINE void put(pair* to, vf x) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x)); }  // W / 2 pairs
 #endif
+INLINE void put(float* to, vf x) { vstore(to, x); }
 
 // Stores four columns of W rows of w as units, `width` floats from one unit to the next.
 INLINE void store_four(float*& tile, int64_t width, const vf* x, float) {

@@ -92,7 +92,7 @@ def decode_attention(
         tile: the constants that `tiles` returned.
     """
     n, heads, dim = q.shape
-    scale, window, softcap, sinks, _ = options
+    scale, window, softcap, sinks, *_ = options
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((n, heads), dtype=torch.float32, device=q.device) if lse is None else lse
     spans = max(1, triton.cdiv(tables.shape[1] * tile.PAGE, SPAN))

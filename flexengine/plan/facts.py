@@ -112,6 +112,7 @@ class ModelFacts:
     kv_pieces: int = 1  # number of places in a page that hold parts of one head's K of a token
     centred: bool = False  # whether mean keys are stored apart from the keys
     topk: float | None = None  # share of the past values that attention reads, None for all
+    rounded: bool = False  # whether attention of prompts multiplies numbers rounded to bf16
     scratch: int = 0  # bytes of scratch memory of prompt attention, without arguments and result
     drawing: int = 0  # threads that draw tokens, each with scratch memory; 0 on a GPU
     kv_form: str = ""  # name of the format of K and V, "" for the compute dtype
@@ -236,6 +237,7 @@ class ModelFacts:
         cache_format = self.kv_form or f"{8 * self.itemsize}-bit"
         shape = f"{self.heads // self.kv_heads} queries per KV head of {self.head_dim}, {cache_format}"
         seen = (f", window {window}" if window else "") + (", soft cap" if self.softcap else "")
+        seen += ", rounded" if self.rounded else ""
         return shape + seen + (f", topk {self.topk:g}" if self.topk is not None else "")
 
     @property

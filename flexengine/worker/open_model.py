@@ -173,7 +173,8 @@ class OpenModel:
             form = self.cache_form(bits)
             pieces = sum(len(part.starts) for part in form.parts)  # codes, each scale, each minimum
             sizes |= dict(kv_kept=form.page_bytes, kv_pieces=pieces, centred=bits < 8)
-        scratch = load_for(torch.device("cpu" if self.cpu else "cuda")).prompt_scratch
+        kernels = load_for(torch.device("cpu" if self.cpu else "cuda"))
+        scratch = kernels.prompt_scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim)
         return ModelFacts(
             tuple(facts(layer, skeleton.experts) for layer in layers),
             facts(others),
@@ -195,8 +196,9 @@ class OpenModel:
             queries_apart=skeleton.queries_apart,
             as_modules=skeleton.module_words if self.cpu and self.dtype == torch.float32 else (),
             topk=lossy.sparse_attention,
+            rounded=lossy.compute is not None and self.dtype == torch.float32 and kernels.bf16,
             # Calls of whole layers keep theirs (`Cache.paged`) beside those of attention.
-            scratch=scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim) * (2 if self.cpu else 1),
+            scratch=scratch * (2 if self.cpu else 1),
             drawing=torch.get_num_threads() if self.cpu else 0,
             gpu=not self.cpu,
             **sizes,

@@ -1,5 +1,7 @@
 """bench.kernels.attention: sizes, arithmetic of the results, and a whole run of a small case."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from bench.kernels import attention
 from bench.kernels.attention import (
     CASES,
     PROMPTS,
+    SHARES,
     Case,
     PromptCase,
     copies,
@@ -92,6 +95,17 @@ def test_results_of_prompts_are_of_the_least_times() -> None:
     found = prompt_results(case, {3: [2.0, 1.0]}, Peak(fp32=2 * 4 * 64 * 6, bf16=0.0, int8=0.0, read=0.0))
     assert found == {"3": {"seconds": 1.0, "median": 1.5, "gflop_s": 4 * 64 * 6 / 1e9, "share": 0.5}}
     assert [line.split()[0] for line in prompt_table(case, found).splitlines()] == ["one:", "tokens", "3"]
+    pairs = replace(case, rounded=True)
+    found = prompt_results(pairs, {3: [1.0]}, Peak(fp32=1.0, bf16=4 * 4 * 64 * 6, int8=0.0, read=0.0))
+    assert found["3"]["share"] == 0.25
+    assert prompt_table(pairs, found).splitlines()[0].endswith(", bf16")
+
+
+def test_shares_are_of_each_class_and_shape() -> None:
+    assert {(case.heads // case.kv_heads, case.dim) for case in SHARES.values() if case.rounded} == {
+        (case.heads // case.kv_heads, case.dim) for case in SHARES.values() if not case.rounded
+    }
+    assert {case.tokens for case in SHARES.values()} == {(512, 1500, 6000)}
 
 
 def test_a_small_prompt() -> None:

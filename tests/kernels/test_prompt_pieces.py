@@ -210,28 +210,53 @@ class TestPieces:
         assert held - q.nbytes <= kernel.prompt_scratch(16, 4, 128)
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("name", NATIVE)
-def test_bits_depend_on_nothing_beside_a_query(name: str) -> None:
+def test_bits_depend_on_nothing_beside_a_query(name: str, window: int | None, rounded: bool) -> None:
     """Not on where a prompt is cut, on how many prompts or threads there are."""
-    kernel = kernels_named(name)
-    for heads, kv_heads, dim in ((4, 4, 40), (6, 2, 64)):
+    kernel, options = kernels_named(name), AttentionOptions(0.2, window=window, rounded=rounded)
+    for heads, kv_heads, dim in ((4, 4, 40), (6, 2, 64), (3, 3, 64), (9, 3, 64), (1, 1, 19)):
         past, k, v = cached(torch.float32, 300, kv_heads, dim)
         q = torch.randn(300, heads, dim)
-        whole = kernel.attend_prompt(q[None], k[None], v[None], AttentionOptions(0.2, window=200))[0]
+        whole = kernel.attend_prompt(q[None], k[None], v[None], options)[0]
         for low, high in ((16, 300), (130, 131), (64, 200)):
             piece = kernel.attend_prompt(
                 *(x[None, low:high] for x in (q, k, v)),
-                AttentionOptions(0.2, window=200),
+                options,
                 past=past._replace(length=low),
             )
             assert torch.equal(piece[0], whole[low:high])
-        pair = kernel.attend_prompt(
-            *(torch.stack([x.flip(0), x]) for x in (q, k, v)), AttentionOptions(0.2, window=200)
-        )
+        pair = kernel.attend_prompt(*(torch.stack([x.flip(0), x]) for x in (q, k, v)), options)
         assert torch.equal(pair[1], whole)
         torch.set_num_threads(1)
-        assert torch.equal(kernel.attend_prompt(q[None], k[None], v[None], AttentionOptions(0.2, window=200))[0], whole)
+        assert torch.equal(kernel.attend_prompt(q[None], k[None], v[None], options)[0], whole)
         torch.set_num_threads(2)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", NATIVE)
+def test_rounded_products(name: str, options: dict[str, Any]) -> None:
+    """Against sums in float64 over numbers that torch rounds to bf16, where the CPU multiplies pairs of them. A weight
+    is off by at most 2^-9 of itself, as it is rounded too. Other CPUs compute as exactly as without rounding."""
+    kernel, sinks = kernels_named(name), options.get("sinks")
+    shapes = ((9, 3, 64, 70, 130), (4, 4, 37, 0, 200), (8, 1, 80, 0, 65), (2, 2, 128, 9, 1))
+    for heads, kv_heads, dim, past, count in shapes:
+        given, old_k, old_v = cached(8, past, kv_heads, dim) if past else (None, *torch.zeros(2, 0, kv_heads, dim))
+        q, (k, v) = torch.randn(count, heads, dim), torch.randn(2, count, kv_heads, dim)
+        more = options | ({"sinks": torch.randn(heads)} if sinks else {})
+        asked = AttentionOptions(dim**-0.5, **more, rounded=True)
+        found = kernel.attend_prompt(q[None], k[None], v[None], asked, given)[0].double()
+        every_k, every_v = torch.cat([old_k, k]), torch.cat([old_v, v])
+        if kernel.bf16:
+            factor = dim**-0.5 * (1.0 if "softcap" in options else math.log2(math.e))
+            q, every_k, every_v = (x.bfloat16().float() for x in (q * factor, every_k, every_v))
+            most = dense(q, every_k, every_v.abs(), dim**-0.5 / factor, **more)
+            exact = dense(q, every_k, every_v, dim**-0.5 / factor, **more)
+            assert ((found - exact).abs() <= 2.0**-8 * most + 1e-5).all()
+            assert (found - exact).abs().max() > 1e-6  # weights are rounded
+        else:
+            torch.testing.assert_close(found, dense(q, every_k, every_v, dim**-0.5, **more), atol=4e-6, rtol=4e-6)
 
 
 def most_alive(call: Callable[[], object]) -> int:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
+from flexengine.kernels import load
+from flexengine.kernels.cpu import NativeKernels
 from flexengine.measure import attention, fused, machine, model
 from flexengine.model.skeleton import Skeleton
 from flexengine.plan.facts import ModelFacts
@@ -220,6 +222,25 @@ def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
         assert key == replace(engine.facts, softcap=None).attention_signature(None) + ", soft cap"
         trial = attention.AttentionTrial(engine.facts, engine.core.machine, engine.core.dtype)
         assert trial._event(1, None).softcap == cap
+
+
+def test_rounded_attention_of_prompts_is_measured_apart(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class whose products are rounded has rates of its own, and they are measured with calls that round."""
+    seen = list[bool]()
+    real = NativeKernels.attend_prompts
+    monkeypatch.setattr(NativeKernels, "attend_prompts",
+                        lambda *args: seen.append(args[2].rounded) or real(*args))  # fmt: skip
+    for bf16 in (True, False):
+        monkeypatch.setattr(load(), "bf16", bf16)
+        for lossy in (Lossy(), Lossy(compute="int8")):
+            with Engine(families("llama").directory, policy=Policy(), device="cpu", lossy=lossy) as engine:
+                facts, asked = engine.facts, bf16 and bool(lossy)
+                assert facts.rounded == asked
+                assert facts.attention_signature().endswith(", rounded") == asked
+                trial = attention.AttentionTrial(facts, engine.core.machine, engine.core.dtype)
+                with trial.call(1, 0, 9, None) as call:
+                    call(0)
+                assert seen.pop() == asked
 
 
 @pytest.mark.slow

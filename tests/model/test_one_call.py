@@ -79,6 +79,7 @@ class Mixed:
 
     def __init__(self, layer: PausingLayer, kind: str, length: int) -> None:
         self.heads, kv_heads, self.dim, _ = layer.native.sizes
+        self.rounded = kind == "bfloat16"  # one of the formats shows that calls pass it on
         own = -(-length // 4)  # pages of a prompt
         self.pool, self.form = pool_of(kind, kv_heads, self.dim, 12 + 2 * own)
         self.tables, self.lengths = torch.tensor([[3, 0], [7, 1]]).int(), torch.tensor([1, 6]).int()
@@ -91,13 +92,13 @@ class Mixed:
 
     def paged(self, pool: Tensor, window: int | None = None) -> PagedAttention:
         tokens = PagedTokens(self.tables, self.lengths, self.pages, self.offsets, self.prompts)
-        found = kernels.load().paged(self.heads, pool, tokens, window, self.form)
+        found = kernels.load().paged(self.heads, pool, tokens, window, self.form, rounded=self.rounded)
         assert found is not None
         return found
 
     def attended(self, event: Attend, pool: Tensor, window: int | None = None) -> Tensor:
         """Return attention by a call for each part of the gpu_batch, and append the tokens."""
-        kernel, options = kernels.load(), AttentionOptions(event.scale, window, event.softcap)
+        kernel, options = kernels.load(), AttentionOptions(event.scale, window, event.softcap, rounded=self.rounded)
         q, k, v = (x[0].transpose(0, 1) for x in event[1:4])
         kernel.append(k[:2], v[:2], pool, self.pages[:2], self.offsets[:2], self.form)
         parts = [kernel.decode_attention(q[:2], pool, self.tables, self.lengths, options, self.form)]

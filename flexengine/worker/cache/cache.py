@@ -98,7 +98,7 @@ class Cache:
         layer, tables, n = event.layer, self.tables(view, event.layer), view.decode
         width, event = event.v.shape[-1], self.prepared(event, view)
         pool, form = self._pool(layer, home, buffer), self.pools.form(layer, home)
-        options = AttentionOptions(event.scale, event.window, event.softcap, event.sinks, self.topk)
+        options = AttentionOptions(event.scale, event.window, event.softcap, event.sinks, self.topk, self.model.rounded)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         copy_pages(pool, tables)
         if n:
@@ -134,7 +134,8 @@ class Cache:
             if found is None or found.window != window or found.pool.shape != pool.shape:
                 tokens = PagedTokens(tables.tables, tables.lengths, tables.pages, tables.offsets, tables.prompts)
                 form = self.pools.form(layer, home)
-                found = tables.paged = self.kernels.paged(self.model.heads, pool, tokens, window, form, self._memory)
+                more = form, self._memory, self.model.rounded
+                found = tables.paged = self.kernels.paged(self.model.heads, pool, tokens, window, *more)
                 self._memory = None if found is None else found.memory
             if found is None:
                 break
