@@ -25,6 +25,7 @@ OUTSIDE = [
     "model.gguf",
     "model.pickled",
     "model.adapters",
+    "model.watch",
     "model.experts",
     "model.layer_range",
     "measure.machine",

@@ -2,8 +2,9 @@
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -13,22 +14,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexengine.activity import message
 from flexengine.errors import UnsupportedModel, size, size_within
 from flexengine.model.checkpoint import Loading
-from flexengine.model.config import coupled_rope, load_config
-from flexengine.model.forward import ATTENTION, Attend, Layer, PausingEmbedding, PausingHead, PausingLayer, attend
+from flexengine.model.config import context_of, coupled_rope, load_config
+from flexengine.model.forward import ATTENTION, Attend, Layer, PausingEmbedding, PausingHead, PausingLayer
 from flexengine.model.linear import FastLinear, Invariance, Product, use_product
 from flexengine.model.native.fused import use_fused
 from flexengine.model.native.recognise import layer_calls, use_native_layers
 from flexengine.model.queries import recorded, separable
 from flexengine.model.sample import LogitStep
-from flexengine.model.skeleton import ParamRef, Skeleton
+from flexengine.model.skeleton import TRIAL_TOKENS, ParamRef, Skeleton
 
 _LARGEST = 1 << 17  # tokens; the mask function is tried on at most about twice as many
 _lock = threading.Lock()  # `marked` patches global state of transformers
+_CHUNKS = "chunks of tokens"  # pattern of a mask by which a token sees the earlier ones of its chunk
+_COUNTED = "it counts positions itself, so rows of a batch cannot be packed"
 _BUFFERS = 1 << 30  # limit in bytes of buffers that no checkpoint holds
-# Adapters of families whose modules compute attention themselves, as module:name, which is imported on first use.
-ADAPTERS = dict.fromkeys(("bloom", "codegen", "gpt_neo", "gptj"), "flexengine.model.adapters:adapt")
+# Families whose modules compute attention, positions or experts themselves, by their adapter as module:name, which is
+# imported on first use.
+_ADAPTED = {
+    "flexengine.model.adapters.alibi:adapt": "bloom mpt",
+    "flexengine.model.adapters.bart:adapt": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus"
+    " plbart trocr xglm",
+    "flexengine.model.adapters.bert:adapt": "big_bird git megatron-bert rembert roformer xmod",
+    "flexengine.model.adapters.diffllama:adapt": "diffllama",
+    "flexengine.model.adapters.experts:adapt": "dbrx jetmoe llama4 llama4_text",
+    "flexengine.model.adapters.falcon:adapt": "falcon",
+    "flexengine.model.adapters.mllama:adapt": "mllama mllama_text_model",
+    "flexengine.model.adapters.scores:adapt": "codegen gpt_neo gpt_neox_japanese gptj openai-gpt",
+}
+ADAPTERS = {kind: adapter for adapter, kinds in _ADAPTED.items() for kind in kinds.split()}
 
 
 def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
@@ -39,6 +55,7 @@ def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
 
 def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
     """Return a skeleton, as `build`. config: as `load_config` returned it."""
+    config = deepcopy(config)  # an adapter may change it
     name = f"{(config.architectures or [config.model_type])[0]} ({directory.name})"
     model = _meta_model(config, name, dtype, trust_remote_code)
     try:
@@ -49,8 +66,12 @@ def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_co
             for module in (m for m in model.modules() if isinstance(m, FastLinear)):
                 narrow = module.weight.to(torch.bfloat16)
                 module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
-        with marked(ATTENTION), recorded(model) as calls, layer_calls(model) as arguments:
-            _trial(skeleton, arguments)
+        watch = resolve_name("flexengine.model.watch:Watch")(TRIAL_TOKENS) if _watched(model) else None
+        watching = nullcontext() if watch is None else watch.over(model)
+        with marked(ATTENTION, watch), recorded(model) as calls, layer_calls(model) as arguments, watching:
+            attends = _trial(skeleton, watch)
+        adapt = partial(_adapt, model.config) if model.config.model_type in ADAPTERS else None
+        skeleton.as_modules = use_native_layers(model, attends, arguments, adapt)
         skeleton.queries_apart = separable(calls)
         _restore_buffers(model)
     except UnsupportedModel as error:
@@ -70,16 +91,10 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
 
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only language models are supported")
-    if coupled := coupled_rope(config):
-        remedy = "; texts within max_position_embeddings do not need it: remove it from config.json for these"
-        fault = f"{name} uses {min(coupled)} rotary scaling, which ties a batch's rows together"
-        raise UnsupportedModel(fault + remedy * (coupled == {"dynamic"}))
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None:
         raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model of transformers")
     adapted = config.model_type in ADAPTERS
-    if not adapted and not getattr(kind, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name} computes attention itself and accepts no registered attention")
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -89,27 +104,40 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     except Exception as error:
         from flexengine.model.config_faults import config_fault, odd_sizes
 
+        if error.args == (ATTENTION,):  # a table of attention classes lacks it
+            raise UnsupportedModel(f"{name} computes attention itself and accepts no registered attention") from error
         raise UnsupportedModel(f"{name}: {config_fault(error, config.to_dict())}{odd_sizes(config)}") from error
     if adapted:
         _adapt(model.config, model)
         model.config._attn_implementation = ATTENTION  # else transformers makes masks
+    if coupled := coupled_rope(config):
+        resolve_name("flexengine.model.adapters.rope:use_first_frequencies")(model)
+        message(f"{name}: rows of at most {context_of(config)} tokens: longer ones change {min(coupled)} positions")
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # reads tensor values; and there is no padding
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model.eval().requires_grad_(False)
 
 
+def _watched(model: Any) -> bool:
+    """Return whether a trial pass is watched (watch.py): all but models of which transformers says that they take other
+    attention with the positions it is given, and whose masks have no blocks and chunks."""
+    blocks = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    return model.config.model_type in ADAPTERS or not model._supports_attention_backend or blocks is not None
+
+
 def _adapt(config: Any, module: nn.Module) -> None:
     """Replace the attention of a model with this config, or of a layer, if its family needs it."""
     if config.model_type in ADAPTERS:
-        resolve_name(ADAPTERS[config.model_type])(config, module, attend)
+        resolve_name(ADAPTERS[config.model_type])(config, module)
 
 
 def _layer_list(model: Any, count: int) -> tuple[str, nn.ModuleList]:
     """Return name and list of `count` layers, of the decoder if it has such a list: other parts may have one, too."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inside = set(decoder.modules()) if isinstance(decoder, nn.Module) else set()
-    for name, module in sorted(model.named_modules(), key=lambda pair: pair[1] not in inside):
+    order = [(module not in inside, "vision" in name, name, module) for name, module in model.named_modules()]
+    for *_, name, module in sorted(order, key=lambda item: item[:2]):
         if isinstance(module, nn.ModuleList) and len(module) == count and all(hasattr(m, "forward") for m in module):
             return name, module
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
@@ -170,20 +198,27 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     )
 
 
-def _trial(skeleton: Skeleton, calls: Mapping[int, Any]) -> None:
-    """Run two packed tokens on the meta device. Raise UnsupportedModel if the model cannot be run in units: every layer
-    must pause once, and once more in its attention. calls: receives the arguments of layers (`layer_calls`)."""
+def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
+    """Run packed tokens on the meta device. Return the pauses at attention, by layer. Raise UnsupportedModel if the
+    model cannot be run in units: every layer must pause once, and once more in its attention, and positions must be
+    those that are given. watch: a Watch that follows the pass, or None."""
     seen: list[str] = []
     attends: dict[int, Attend] = {}
     shapes: set[tuple[int, int, int]] = set()
     for event in skeleton.trial():
         if isinstance(event, Layer):
             seen.append(f"layer {event.index}")
-            if event.hidden.shape != (1, 2, skeleton.config.get_text_config().hidden_size):
+            if event.hidden.shape != (1, TRIAL_TOKENS, skeleton.config.get_text_config().hidden_size):
                 raise UnsupportedModel(f"hidden states are {tuple(event.hidden.shape)} between layers")
+            if watch and watch.made(event.hidden):
+                raise UnsupportedModel(_COUNTED)
         elif isinstance(event, Attend):
             seen.append(f"attention {event.layer}")
+            if watch and watch.made(event.q, event.k, event.v):
+                raise UnsupportedModel(_COUNTED)
             skeleton.windows[event.layer], attends[event.layer] = window_at(event), event
+            if chunk := getattr(event.mask, "chunk_tokens", None):
+                skeleton.chunk = min(chunk, skeleton.chunk or chunk)
             (heads, tokens, head_dim), (kv_heads, count, width) = event.q.shape[1:], event.v.shape[1:]
             if heads % kv_heads:
                 must = "num_attention_heads in config.json must be a multiple of num_key_value_heads"
@@ -198,16 +233,15 @@ def _trial(skeleton: Skeleton, calls: Mapping[int, Any]) -> None:
     if seen != order:
         pairs = zip_longest(seen, order, fillvalue="the end")
         got, expected = next((got, expected) for got, expected in pairs if got != expected)
-        raise UnsupportedModel(f"expected {expected} but the model went to {got}; it keeps other state")
-    config = skeleton.model.config
-    adapt = partial(_adapt, config) if config.model_type in ADAPTERS else None
-    skeleton.as_modules = use_native_layers(skeleton.model, attends, calls, adapt)
+        why = "it keeps other state, or computes attention itself"
+        raise UnsupportedModel(f"expected {expected} but the model went to {got}; {why}")
     all_heads, all_kv_heads, (*_, dim) = (sorted(set(column)) for column in zip(*shapes, strict=True))
     width = dim if dim % 8 == 0 else -(-dim // 16) * 16  # kernels are fastest with whole vectors
     skeleton.heads, skeleton.kv_heads, skeleton.head_dim = all_heads[-1], all_kv_heads[-1], width
     if any(all_kv_heads[-1] % n for n in all_kv_heads) or any(n % all_kv_heads[-1] for n in all_heads):
         cannot = "which cannot share one page size"
         raise UnsupportedModel(f"its layers have {all_kv_heads} KV heads for {all_heads} heads, {cannot}")
+    return attends
 
 
 def _restore_buffers(model: Any) -> None:
@@ -229,20 +263,23 @@ def _restore_buffers(model: Any) -> None:
 
 
 @contextmanager
-def marked(name: str) -> Iterator[None]:
-    """Make transformers return markers as masks of the attention implementation `name` while the block runs."""
+def marked(name: str, watch: Any = None) -> Iterator[None]:
+    """Make transformers return markers as masks of the attention implementation `name` while the block runs. watch:
+    a Watch, which tells masks that depend on the tokens; None if masks are not looked at, or have no such parts."""
     from transformers import AttentionMaskInterface, masking_utils
 
-    # find_packed_sequence_indices reads tensor values, which meta tensors lack; a trial pass has a single sequence.
+    # These read tensor values, which meta tensors lack; a trial pass has a single sequence.
+    own: dict[str, Any] = {"find_packed_sequence_indices": lambda position_ids: None}
+    own |= {} if watch is None else {"chunked_overlay": watch.chunks, "blockwise_overlay": watch.blocks}
     masks = AttentionMaskInterface._global_mapping
     with _lock:
-        find = masking_utils.find_packed_sequence_indices
+        before = {n: getattr(masking_utils, n) for n in own if hasattr(masking_utils, n)}
         masks[name] = _marker
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        vars(masking_utils).update({n: own[n] for n in before})
         try:
             yield
         finally:
-            masking_utils.find_packed_sequence_indices = find
+            vars(masking_utils).update(before)
             del masks[name]
 
 
@@ -262,12 +299,15 @@ def window_at(event: Attend) -> int | None:
 
 def _marker(*_: Any, mask_function: Any = None, local_size: int | None = None, config: Any = None, **__: Any) -> Tensor:
     marker = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="meta")
-    marker.pattern = _pattern(mask_function, local_size or 0)  # type: ignore[attr-defined]
+    pattern = _pattern(mask_function, local_size or 0)
+    if pattern == _CHUNKS:  # rows that fit in a chunk see all their tokens (Skeleton.chunk)
+        marker.chunk_tokens, pattern = local_size, None  # type: ignore[attr-defined]
+    marker.pattern = pattern  # type: ignore[attr-defined]
     return marker
 
 
 def _pattern(mask_function: Any, hint: int) -> int | str | None:
-    """Return the window in tokens, None for a causal mask, or a text that says why the mask is neither.
+    """Return the window in tokens, None for a causal mask, or a text: `_CHUNKS`, or why the mask is none of these.
 
     Args:
         mask_function: mask function of transformers.
@@ -283,8 +323,9 @@ def _pattern(mask_function: Any, hint: int) -> int | str | None:
     except Exception:
         return "its mask depends on more than the distance of two tokens (such as chunks, or the tokens themselves)"
     seen = seen.expand(len(queries), len(keys))
-    width = int(seen[-1].sum())
+    width, distance = int(seen[-1].sum()), queries[:, None] - keys[None, :]
     window = None if width == end else width
-    distance = queries[:, None] - keys[None, :]
+    if hint and torch.equal(seen, (distance >= 0) & (queries[:, None] // hint == keys[None, :] // hint)):
+        return _CHUNKS
     expected = (distance >= 0) & (distance < (window or end))
     return window if torch.equal(seen, expected) else "its mask is neither causal nor a sliding window"

@@ -57,7 +57,9 @@ _EXTRAS = {
     "scales of an 8-bit KV cache": r"\.([kvq]|kv|prob)_(scale|zero_point)$|\.[kv]_proj\.output_scale$",
     "layers for multi-token prediction": r"^(\w+\.)?mtp(_\w+)?\.",
 }
+_TOWERS = r"(^|\.)(vision|visual|audio|multi_modal)\w*\."  # names of parts for images and sound
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.(.+)")
+_WITHOUT = "layer that is left out: "
 _PIECE = 1 << 24  # bytes compared at a time
 _ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
 
@@ -202,13 +204,24 @@ class Loading:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         # From each parameter to the one it shares its tensor with.
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        # Old numbers of the layers, if an adapter has left layers out (adapters/mllama.py).
+        self.kept: list[int] = getattr(model, "kept_layers", [])
         ignored = [*_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        self.has_towers = any(re.search(_TOWERS, name) for name in self.shapes)
         self.ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))  # tensors that are not loaded
+
+    def unused(self, name: str) -> bool:
+        """Return whether a stored tensor belongs to nothing that generation reads."""
+        return self.ignored.search(name) is not None or self.target(name)[0].startswith(_WITHOUT)
 
     def target(self, name: str) -> tuple[str, str | None]:
         """Return the parameter (of several, the first) of a stored tensor, and its converter's pattern or None."""
         from transformers.core_model_loading import rename_source_key
 
+        if self.kept and "language_model." in name and (match := _LAYER.match(name)):
+            if int(match[2]) not in self.kept:
+                return _WITHOUT + name, None
+            name = f"{match[1]}.{self.kept.index(int(match[2]))}.{match[3]}"
         renamed, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.shapes)
         if renamed not in self.shapes and name in self.shapes:
             return name, None
@@ -242,8 +255,10 @@ def origins(
         same = {source, *(target for target, origin in loading.tied.items() if origin == source)}
         if other := next((o for o in same if o in located), None):
             located[name] = located[other]
-    unused = sorted(n for n in tensors if n not in used and not loading.ignored.search(n))
+    unused = sorted(n for n in tensors if n not in used and not loading.unused(n))
     extras = _extras(unused, used, loading.layers)
+    if not loading.has_towers:  # the class is the text part of a larger one
+        extras |= {name: "parts for images and sound" for name in unused if re.search(_TOWERS, name)}
     _check(located, wanted, [name for name in unused if name not in extras])
     if extras:
         some, kinds = ", ".join(list(extras)[:3]) + " ..." * (len(extras) > 3), ", ".join(sorted({*extras.values()}))

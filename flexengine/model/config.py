@@ -50,7 +50,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("dtype", "torch_dtype"), ((str, Mapping, NoneType), 'a name, such as "bfloat16"')),
     **dict.fromkeys(("text_config", "quantization_config"), ((Mapping, NoneType), "an object, as {...}")),
 }
-_COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
+_COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on a text's length
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
@@ -207,8 +207,8 @@ def size_of(config: Any) -> tuple[int, int]:
 
 
 def coupled_rope(config: Any) -> set[str]:
-    """Return the RoPE types of all layers that tie the rows of a batch together. transformers has one parameter table,
-    or one per type of layer."""
+    """Return the RoPE types of all layers whose frequencies depend on a text's length. transformers has one parameter
+    table, or one per type of layer."""
     rope = getattr(config.get_text_config(), "rope_parameters", None)
     tables = [rope, *rope.values()] if isinstance(rope, dict) else []
     kinds = {kind for table in tables if isinstance(table, dict) and isinstance(kind := table.get("rope_type"), str)}
@@ -234,10 +234,14 @@ def context_of(config: Any) -> int | None:
     """Return the maximum number of tokens of a sequence; None if the config does not state it.
 
     YaRN, and linear scaling of all layers, extend the context by their factor, as in vLLM: Qwen's instruction for long
-    texts adds `rope_scaling` alone. The other types, and scaling by type of layer, are part of
-    max_position_embeddings already."""
+    texts adds `rope_scaling` alone. Longrope has other frequencies, which are not used, beyond its original length. The
+    other types, and scaling by type of layer, are part of max_position_embeddings already."""
     text = config.get_text_config()
     stated, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None)
+    for table in [rope, *rope.values()] if isinstance(rope, dict) else ():
+        if isinstance(table, dict) and table.get("rope_type") == "longrope":
+            original = table.get("original_max_position_embeddings")
+            stated = min((n for n in (stated, original) if isinstance(n, int)), default=None)
     if not isinstance(stated, int) or not isinstance(rope, dict) or rope.get("rope_type") not in ("yarn", "linear"):
         return stated
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or stated

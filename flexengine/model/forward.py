@@ -14,6 +14,7 @@ the answer:
 The schedule decides which pass is resumed (docs/architecture.md 4).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import greenlet
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -215,8 +217,12 @@ class PausingEmbedding(nn.Module):
             self.embedding._parameters["weight"] = nn.Parameter(rows.new_empty(0, rows.shape[1]), requires_grad=False)
 
     @property
-    def weight(self) -> Tensor:  # a table without rows, for modules that read its dtype or device
-        return self.embedding.weight
+    def weight(self) -> Tensor:
+        """A table without values, for modules that read its dtype or device. Rows are NaN: a module may choose between
+        one and other numbers, such as that of padding for the tokens of an image."""
+        table, inputs = self.embedding.weight, getattr(greenlet.getcurrent(), "inputs", None)
+        row = table.new_full((1, table.shape[1]), math.nan, device=inputs.ids.device if inputs else None)
+        return row.expand(self.embedding.num_embeddings, -1)
 
 
 class PausingHead(nn.Module):
@@ -226,23 +232,32 @@ class PausingHead(nn.Module):
     to the scores part by part, and not returned. Only scores need `step`, as the model applies it to the rest.
     """
 
-    def __init__(self, vocabulary: int, chunks: int, linear: Callable[..., Tensor], step: LogitStep) -> None:
+    def __init__(self, vocabulary: int, chunks: int, linear: Any, step: LogitStep) -> None:
         super().__init__()
-        self.vocabulary, self.chunks, self.linear, self.bias = vocabulary, chunks, linear, None
+        self.vocabulary, self.chunks, self.linear, self.bias = vocabulary, chunks, linear, None  # linear: a Product
         self.step = step
+        self.selects = False  # whether the model knows no `logits_to_keep`, so that the rows of all tokens come
+
+    @property
+    def weight(self) -> Tensor:
+        """A table without rows, for modules that read its dtype."""
+        return torch.empty(0, dtype=self.linear.dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.step.given is not None:
             return self.step.given
         current: Any = greenlet.getcurrent()
         current.output = current.positions = current.embedded = None
-        scores = current.inputs.scores
+        scores, kept = current.inputs.scores, current.inputs.keep
+        if hidden.shape[1] == current.inputs.ids.shape[1] != len(kept):  # in the trial pass at the latest
+            self.selects = True
+        hidden = hidden[:, kept] if self.selects else hidden
         count = hidden.shape[1] - (len(scores) if scores else 0)
         hidden, scored = hidden[:, :count], hidden[:, count:]
         logits, first = hidden, 0  # first: vocabulary row
         for chunk in range(self.chunks):
             weights = pause(Head(chunk))  # weight, bias, form
-            part = self.linear(hidden, *weights)
+            part: Tensor = self.linear(hidden, *weights)
             for row, some in scores.parts(scored) if scores else ():
                 scores.add(self.step(self.linear(some, *weights))[0], row, first)
             if part.shape[-1] == self.vocabulary:
@@ -270,7 +285,7 @@ class Inputs:
 class Pass(greenlet.greenlet):  # type: ignore[misc]
     """The greenlet of a forward pass."""
 
-    inputs: Inputs  # of the pass, for modules that do not get them (adapters.py)
+    inputs: Inputs  # of the pass, for modules that do not get them (model/adapters)
     queries_first = False  # whether it also pauses at queries (queries.py)
     only_queries = False  # whether the present run of an attention module computes queries only
     # Output of the query projection, from the first to the second run of an attention module.

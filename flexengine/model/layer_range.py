@@ -67,7 +67,7 @@ def note_outputs(skeleton: Skeleton) -> None:
 
 
 def _note_outputs(module: PausingLayer, _: nn.Module, __: Any, output: Any) -> None:
-    module.outputs = len(output) if isinstance(output, tuple) else None
+    module.outputs = len(output) if isinstance(output, tuple | list) else None
 
 
 def refuse_leaks(skeleton: Skeleton) -> None:

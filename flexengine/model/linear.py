@@ -108,6 +108,8 @@ def use_product(model: nn.Module, product: Product) -> None:
         if type(module) in (nn.Linear, Conv1D):
             module.__class__ = FastLinear if type(module) is nn.Linear else FastConv1D
             module.product = product  # type: ignore[assignment]
+        elif getattr(module, "uses_product", False):  # of an adapter
+            module.product = product  # type: ignore[assignment]
         elif is_experts(module):  # the code is imported for models with mixtures of experts
             module.product = product  # type: ignore[assignment]
             cast(Any, module.config)._experts_implementation_internal = resolve_name("flexengine.model.experts:EXPERTS")

@@ -13,6 +13,8 @@ from flexengine.model.config import context_of
 from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Pause, PausingHead, Query
 from flexengine.model.linear import FastConv1D, FastLinear, Invariance, Product, is_experts
 
+TRIAL_TOKENS = 13  # a number that is not that of heads, experts or other parts of a model
+
 
 class ParamRef(NamedTuple):
     """Reference to one parameter or buffer: attribute `name` of `module`, which has this shape."""
@@ -74,6 +76,7 @@ class Skeleton:
     head_dim: int = 0
     # By layer, number of tokens that a query sees; None for all.
     windows: dict[int, int | None] = field(default_factory=dict)
+    chunk: int | None = None  # tokens of a chunk, if layers see the tokens of a chunk only; rows may not be longer
     # By layer that native kernels do not compute, the reason (native/recognise.py).
     as_modules: dict[int, str] = field(default_factory=dict)
     forms: dict[str, WeightFormat] = field(default_factory=dict)  # format of each encoded parameter, by name
@@ -156,7 +159,8 @@ class Skeleton:
     @property
     def context_length(self) -> int | None:
         """Maximum number of tokens of a sequence; None if the config does not state it."""
-        return context_of(self.config)
+        stated = context_of(self.config)
+        return stated if self.chunk is None else min(self.chunk, stated or self.chunk)
 
     def use_forms(self, forms: dict[str, WeightFormat]) -> None:
         """Set the format of every encoded weight on its module."""
@@ -168,9 +172,10 @@ class Skeleton:
                 slot.module.forms = {**others, **own}  # type: ignore[assignment]
 
     def trial(self, skipped: Collection[int] = ()) -> Iterator[Pause]:
-        """Run two packed tokens on the meta device. Yield each pause, and the logits. skipped: layers to skip."""
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        forward, answer = Forward(self.model, Inputs(ids, ids, ids[0]), self.invariance), None
+        """Run `TRIAL_TOKENS` packed tokens on the meta device. Yield each pause, and the logits. skipped: layers to
+        skip."""
+        ids = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device="meta")
+        forward, answer = Forward(self.model, Inputs(ids, ids, ids[0, :2]), self.invariance), None
         try:
             while not isinstance(event := forward.resume(answer), Logits):
                 yield event

@@ -192,17 +192,23 @@ def layer_words(skeleton: Any) -> str:
     texts = {j: f"modules: {why}" for j, why in skeleton.as_modules.items()}
     counts = Counter(texts.get(layer.index) or f"native: {by_index[layer.index]}" for layer in layers)
     some = len(counts) > 1
-    return "; ".join(f"{text} ({n} of {len(layers)} layers)" if some else text for text, n in counts.items())
+    chunk = "; rows of at most attention_chunk_size tokens" if skeleton.chunk else ""
+    return "; ".join(f"{text} ({n} of {len(layers)} layers)" if some else text for text, n in counts.items()) + chunk
+
+
+def examine(kind: Any, directory: Path) -> tuple[str, str]:
+    """Verdict and reason of one config class, in a process of its own; `directory` is its own."""
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    return judged(kind, directory)
 
 
 @torch.no_grad()
-def examine(kind: Any, directory: Path) -> tuple[str, str]:
-    """Verdict and reason of one config class; `directory` is its own."""
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+def judged(kind: Any, directory: Path, **given: Any) -> tuple[str, str]:
+    """Verdict and reason of one config class, with the fields `given` in its tiny config."""
     verdict = "no reference"
     try:
-        config = tiny_config(kind)
+        config = tiny_config(kind, **given)
         prompts = prompts_of(VOCABULARY)
         seeds = seeds_of(kind.model_type)
         make_model(config, seeds[0]).save_pretrained(directory)

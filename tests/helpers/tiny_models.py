@@ -59,6 +59,7 @@ _UNSET = {"n_inner", "q_lora_rank", "num_nextn_predict_layers", "unpadded_vocab_
 _AB = ["linear_attention", "full_attention"]
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1, 3]),
+    "big_bird": dict(rescale_embeddings=True),
     "blt": dict(encoder_hash_byte_group_vocab=400),
     "cohere_compass_text": dict(
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -84,8 +85,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
+    "llama4_text": dict(attention_chunk_size=64, floor_scale=8),
     "longcat_flash": dict(num_layers=2, head_dim=8, num_key_value_heads=HEADS, zero_expert_num=2),
     "mamba2": dict(n_groups=2),
+    "marian": dict(scale_embedding=True),
+    "minimax_m3_vl_text": dict(layer_types=["full_attention", "minimax_m3_sparse"] * 2),
     "nemotron_h": dict(n_groups=2),
     "qwen4_exp_text": dict(
         indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=HEAD_DIM, indexer_budget=8, indexer_compress_ratio=4,

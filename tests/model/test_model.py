@@ -218,22 +218,11 @@ def test_index_may_only_name_files_beside_it(tmp_path: Path, shard: Any) -> None
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
-        ("Falcon", {"hidden_size": 64, "num_hidden_layers": 2}, "accepts no registered attention"),
-        ("Mpt", {"d_model": 64, "n_layers": 2, "n_heads": 4}, "accepts no registered attention"),
-        ("Mamba", {"hidden_size": 64, "num_hidden_layers": 2}, "accepts no registered attention"),
+        ("Mamba", {"hidden_size": 64, "num_hidden_layers": 2}, "keeps state beyond the KV cache"),
+        ("XLM", {"emb_dim": 64, "n_layers": 2, "n_heads": 4}, "reads tensor values"),
+        ("Reformer", {"is_decoder": True, "axial_pos_embds": False}, "counts positions itself"),
         ("T5", {"d_model": 64, "num_layers": 2}, "encoder-decoder"),
         ("ViT", {}, "not a causal language model"),
-        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "remove it from"),
-        (
-            "Gemma3Text",
-            {
-                "rope_parameters": {  # of each type of layer
-                    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                }
-            },
-            "dynamic rotary",
-        ),
     ],
 )
 def test_unsupported_models_are_named_with_the_reason(tmp_path: Path, kind: str, values: Any, reason: str) -> None:
