@@ -212,7 +212,7 @@ class RemoteAttender(Attender):
             heads //= kv_heads
             kv_heads, page_tokens = team.slice_form(pools.group[asked.layer])
             heads, region = heads * kv_heads, team.slices(region)[number]
-        scale, window, softcap, sinks, topk = asked.options
+        scale, window, softcap, sinks, topk, _ = asked.options  # workers answer tokens of decoding only
         return WorkerQuestion(
             handle=region.place, start=region.start, pages=pool.pages, page_tokens=page_tokens, heads=heads,
             kv_heads=kv_heads, head_dim=self.model.head_dim, bits=pools.bits, pool_dtype=DTYPES.index(pools.dtype),
