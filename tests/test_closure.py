@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Guests and shells, which a plain job must not load. Guests register as "module:name" and are imported on first use.
 OUTSIDE = [
+    "codec.packed",
     "guests",
     "plan.cluster",
     "apps",
@@ -27,13 +28,16 @@ OUTSIDE = [
     "model.adapters",
     "model.watch",
     "model.experts",
+    "model.scores",
     "model.layer_range",
     "measure.machine",
     "kernels.cuda",
     "kernels.sampling",
     "engine.recovery",
+    "job.same_job",
     "engine.scoring",
     "plan.stages",
+    "plan.too_little",
     "schedule.halves",
     "schedule.parts",
     "worker.attend",

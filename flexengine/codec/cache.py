@@ -13,13 +13,15 @@ So a kernel that widens neighbouring bytes gets neighbouring elements without a 
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexengine.codec.packed import HALF, Groupwise, pack, unpack
 from flexengine.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from flexengine.codec.packed import Groupwise
 
 BITS = (8, 4, 2)
 GROUPS = (64, 32, 16, 8)
@@ -95,8 +97,10 @@ class CacheFormat:
         return 2 * self.kv_heads * self.panel_bytes
 
     @cached_property
-    def codec(self) -> Groupwise:
+    def codec(self) -> "Groupwise":
         """The codec of a group. Below 8 bits it tries several ranges and takes the one with the least error."""
+        from flexengine.codec.packed import Groupwise  # here and below: few jobs encode
+
         return Groupwise(f"cache{self.bits}", self.bits, self.group, fitted=self.bits < 8, alike=True)
 
     def panels(self, pool: Tensor) -> Panels:
@@ -112,6 +116,8 @@ class CacheFormat:
 
         A group with a number that is not finite, or beyond 65504, gets NaN as scale and minimum and decodes to NaN.
         """
+        from flexengine.codec.packed import HALF, pack
+
         groups = x.float().reshape(*x.shape[:-1], self.groups, self.group)
         bad = ~(groups.abs() <= HALF.max).all(-1)
         codes, scale, minimum = self.codec.fit(groups.masked_fill(bad[..., None], 0.0))
@@ -120,6 +126,8 @@ class CacheFormat:
 
     def dequantize(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the dequantized rows, fp32 [..., dim]."""
+        from flexengine.codec.packed import unpack
+
         groups = unpack(codes.reshape(*scale.shape, 1, -1), self.bits).flatten(-2).float()
         rows: Tensor = minimum.float()[..., None] + groups * scale.float()[..., None]
         return rows.flatten(-2)

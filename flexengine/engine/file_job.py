@@ -19,10 +19,10 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.files import STDIN, check_not_overwritten
 from flexengine.job.foreign import CHAT_ONLY
 from flexengine.job.inputs import FORMATS, InputRows
+from flexengine.job.manifest import LOSSY, MODEL_FILES, Manifest, manifest_of
 from flexengine.job.results import check_output, files_beside
 from flexengine.job.resume import JobStore, open_job
 from flexengine.job.rows import Row
-from flexengine.job.same_job import LOSSY, MODEL_FILES, Manifest, manifest_of
 from flexengine.lossy import TOKENS_PARTITION, Lossy
 from flexengine.plan.formatting import count
 from flexengine.plan.min_memory import SHORTEST

@@ -22,7 +22,7 @@ from flexengine.engine.planner import Planner
 from flexengine.engine.summary import JobRows, Summary
 from flexengine.engine.survey import Params, PromptReader
 from flexengine.errors import FlexError, InvalidInput, RanOut, shown
-from flexengine.job.same_job import MODEL_FILES
+from flexengine.job.manifest import MODEL_FILES
 from flexengine.lossy import MIXED, Lossy
 from flexengine.model import identity
 from flexengine.plan.facts import ModelFacts

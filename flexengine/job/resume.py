@@ -19,9 +19,9 @@ from flexengine.errors import InvalidInput, size
 from flexengine.job.files import descriptor, explained, file_state, full_disk, size_of, whole_file
 from flexengine.job.inputs import InputRows
 from flexengine.job.journal import DONE, FAILED, Journal
+from flexengine.job.manifest import INPUT_DIGEST, Manifest
 from flexengine.job.results import Encode, journal_path, line_encoder
 from flexengine.job.rows import Row
-from flexengine.job.same_job import INPUT_DIGEST, Manifest, check_same, rewritten
 
 Describe = Callable[[Manifest], Manifest]
 _STEP = 2**20
@@ -217,6 +217,8 @@ class JournalJob(JobStore):
             with explained(journal.path):
                 journal.begin(manifest, int(time.time()), replaces)
         else:
+            from flexengine.job.same_job import check_same, rewritten  # most jobs are not resumed
+
             check_same(journal.manifest, manifest, journal.path)
             if names := rewritten(journal.manifest, manifest):
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""

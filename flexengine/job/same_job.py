@@ -1,59 +1,26 @@
-"""The manifest of a job: a flat record of the values that decide its results. It is stored in the job's journal, and
-compared with the manifest of a job that resumes it.
-
-Values that do not affect results are not in the manifest: placement (policy, memory sizes, offload directory), the
-number of rows, the trace. A job may therefore be resumed with other memory or a larger limit.
-"""
+"""Whether a job that is resumed is the one that began: its manifest is compared with that of the journal."""
 
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.foreign import CHAT_ONLY
-from flexengine.job.inputs import InputRows
+from flexengine.job.manifest import INPUT_DIGEST, LOSSY, MODEL_FILES, ONLY_IF_SET
 
-FORMAT = 4
-MODEL_FILES = "model_files"
-INPUT_DIGEST = "input_sha256"
-LOSSY = "lossy"
 WEIGHTS = "weights"  # the switch whose value may be a format per layer
 _APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # each compared by its own function
 INFORMATIVE = frozenset({"input", "model"})  # names, not compared: files may be renamed while their bytes stay equal
 _ABSENT, _EXACT = "absent", "exact"
-# Sampling parameters that a manifest has only if they are set, as earlier versions had none of them.
-_ONLY_IF_SET = ("min_tokens", "logit_bias", "bad_words", *CHAT_ONLY)
 # Values, as JSON, of names that a manifest may lack.
-_DEFAULTS = {"chat": "false", "score": "false"} | {n: json.dumps(getattr(SamplingParams(), n)) for n in _ONLY_IF_SET}
+_DEFAULTS = {"chat": "false", "score": "false"} | {n: json.dumps(getattr(SamplingParams(), n)) for n in ONLY_IF_SET}
 _LONG = 60  # most characters of a value in a message
 _MOST_FILES = 4  # most file names in a message
-
-Manifest = dict[str, Any]
 
 
 class OtherJob(InvalidInput):
     """A journal holds results of another job."""
-
-
-def manifest_of(
-    rows: InputRows, sampling: SamplingParams, engine: Mapping[str, Any], lossy: Mapping[str, Any]
-) -> Manifest:
-    """Return the manifest of a job of a file: name -> JSON value.
-
-    Args:
-        sampling: parameters of rows without fields of these names.
-        engine: fields that identify the model and its arithmetic.
-        lossy: the lossy switches that are set, by name.
-    """
-    given = {"input": rows.path.name, INPUT_DIGEST: rows.scan().sha256, "input_format": rows.form,
-             "prompt_column": rows.rules.column, "output_format": "jsonl"}  # fmt: skip
-    set_now = {n: v for n, v in asdict(sampling).items() if n not in _ONLY_IF_SET or v != getattr(SamplingParams(), n)}
-    values = {"format": FORMAT, **given, **rows.settings, **engine, **set_now, LOSSY: dict(lossy)}
-    plain: Manifest = json.loads(json.dumps(values))  # tuples become lists, as when the journal is read
-    return plain
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

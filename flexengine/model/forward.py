@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import greenlet
 import torch
@@ -28,7 +28,10 @@ from transformers import AttentionInterface
 
 from flexengine.errors import UnsupportedModel
 from flexengine.kernels.paged import PagedAttention
-from flexengine.model.sample import LogitStep, Scores
+from flexengine.model.sample import LogitStep
+
+if TYPE_CHECKING:
+    from flexengine.model.scores import Scores
 
 ATTENTION = "flexengine"
 OUTSIDE = "a flexengine model runs only inside Forward"  # message of an error
@@ -276,7 +279,7 @@ class Inputs:
     ids: Tensor  # int64 [1, tokens]
     positions: Tensor  # int64 [1, tokens]
     keep: Tensor  # int64 [n], indices of the tokens to compute logits for; last, those of the tokens that are scored
-    scores: Scores | None = None  # receives the logits of the tokens that are scored; None if there are none
+    scores: "Scores | None" = None  # receives the logits of the tokens that are scored; None if there are none
     # Bool [tokens], in RAM: tokens whose neurons are predicted in blocks of records (neurons.py); the others use all
     # neurons. None if no token's are.
     predicted: Tensor | None = None

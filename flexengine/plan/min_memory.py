@@ -1,24 +1,24 @@
-"""The least memory for a job: the smallest policies, the error that names the missing memory, and the rows that fit."""
+"""The least memory for a job: the smallest policies, and the rows that fit."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import product
+from pkgutil import resolve_name
 from typing import TypeVar
 
-from flexengine.errors import ONE_SEQUENCE, OutOfMemory, TooLittle
+from flexengine.errors import ONE_SEQUENCE, OutOfMemory
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import count
 from flexengine.plan.hardware import Capacity
-from flexengine.plan.layout import Layout, booked_parts, lay_out
-from flexengine.plan.sizes import ALIGN
+from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 
 OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads; measured: 45 to 60 MB
 SHORTEST = Workload({(1, 1): 1})
+# As module:name, which is imported on first use.
+_LEAST, _TOO_LITTLE = "flexengine.plan.too_little:least_bytes", "flexengine.plan.too_little:too_little"
 Plan = TypeVar("Plan")
 
 
@@ -63,10 +63,10 @@ def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Worklo
     roomy = planned(capacity)
     if any(laid_out(model, policy, workload, roomy) for policy in policies):
         return roomy
-    least = _least(model, policies, workload, capacity, "device")
+    least: int | None = resolve_name(_LEAST)(model, policies, workload, capacity, "device")
     if capacity.shared and least is not None and least <= (capacity.device or 0):
         return replace(capacity, device=least)
-    raise _too_little(model, policies, workload, capacity)
+    raise resolve_name(_TOO_LITTLE)(model, policies, workload, capacity)
 
 
 def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
@@ -77,42 +77,7 @@ def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacit
     for room in (planned(capacity), capacity):
         with suppress(OutOfMemory):
             return lay_out(model, policy, workload, room)
-    raise _too_little(model, [policy], workload, capacity)
-
-
-def _too_little(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> TooLittle:
-    """Return the error for policies that do not fit.
-
-    If more memory of a single tier is enough, the error names the tier that lacks the fewest bytes. Else it names all
-    tiers that must grow, with the device as small as possible.
-    """
-    least_of = partial(_least, model, policies, workload)
-    given = {place: limit for place, limit in capacity.limits.items() if limit is not None}
-    single = {tier: least for tier in given if (least := least_of(capacity, tier)) is not None}
-    if single:
-        tier = min(single, key=lambda t: single[t] - given[t])
-        needs = {tier: single[tier]}
-    else:
-        needs, room = {}, capacity.limited(dict.fromkeys(given))
-        for tier in given:  # smallest size of each tier while later tiers have no limit
-            least = least_of(room, tier)
-            if least is not None and least > given[tier]:
-                needs[tier] = least
-            room = room.limited({tier: needs.get(tier, given[tier])})
-    enough = capacity.limited(needs)
-    layout = next(filter(None, (laid_out(model, policy, workload, enough) for policy in policies)))
-    parts, first = {tier: booked_parts(layout, tier, capacity, needs[tier]) for tier in needs}, next(iter(needs))
-    if len(policies) > 1 and any(laid_out(model, policy, SHORTEST, capacity) for policy in policies):
-        what = f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
-    else:
-        errors = []
-        for policy in policies:
-            try:
-                lay_out(model, policy, workload, capacity)
-            except OutOfMemory as error:
-                errors.append(error)
-        what = min((e for e in errors if e.tier == first), key=lambda e: e.needed + e.used, default=errors[0]).what
-    return TooLittle(what, needs, given, parts, capacity.engines)
+    raise resolve_name(_TOO_LITTLE)(model, [policy], workload, capacity)
 
 
 def laid_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout | None:
@@ -120,26 +85,6 @@ def laid_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Ca
     with suppress(OutOfMemory):
         return lay_out(model, policy, workload, capacity)
     return None
-
-
-def _least(
-    model: ModelFacts, policies: Iterable[Policy], workload: Workload, capacity: Capacity, tier: str
-) -> int | None:
-    """Return the fewest bytes of a tier for which a policy fits, other capacities unchanged; None if none does."""
-    fewest: int | None = None
-    for policy in policies:
-        layout = laid_out(model, policy, workload, capacity.limited({tier: None}))
-        if layout is None:
-            continue
-
-        def fits(nbytes: int, policy: Policy = policy) -> bool:
-            return laid_out(model, policy, workload, capacity.limited({tier: nbytes})) is not None
-
-        most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
-        most += ALIGN  # KV pages leave ALIGN bytes of a limited tier free
-        if fewest is None or fits(min(fewest - 1, most)):
-            fewest = bisect_left(range(min(most, fewest or most)), True, key=fits)
-    return fewest
 
 
 def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan, int, OutOfMemory | None]:

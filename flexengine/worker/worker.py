@@ -12,7 +12,7 @@ from torch import Tensor
 from flexengine.kernels.paged import PagedAttention
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
 from flexengine.model.native.layer import release
-from flexengine.model.sample import Draw, Sampled, Scores, sample
+from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.skeleton import Skeleton
 from flexengine.places import DEVICE
 from flexengine.plan.layout import ENTERING, READING, ROWS
@@ -130,7 +130,10 @@ class Worker:
         device = self.weights.machine.compute
         in_ram = torch.tensor([ids])
         kept = torch.tensor(keep + [i for i, _ in targets], dtype=torch.int64).to(device)
-        scores = Scores(torch.tensor([target for _, target in targets]).to(device), SCORED_ROWS) if targets else None
+        scores = None
+        if targets:
+            new_scores = resolve_name("flexengine.model.scores:Scores")
+            scores = new_scores(torch.tensor([target for _, target in targets]).to(device), SCORED_ROWS)
         inputs = Inputs(in_ram.to(device), torch.tensor([positions]).to(device), kept, scores)
         if self.on_demand is not None and self.on_demand.neurons is not None:
             inputs.predicted = torch.zeros(len(ids), dtype=torch.bool)

@@ -10,7 +10,8 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.same_job import check_same, differences, manifest_of
+from flexengine.job.manifest import manifest_of
+from flexengine.job.same_job import check_same, differences
 
 GIVEN = {"path": Path("in.jsonl"), "sha256": "a" * 64, "prompt_column": None}
 ENGINE = {"model": "m", "model_fingerprint": "f", "dtype": "float32", "threads": [1, 2]}

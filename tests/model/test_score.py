@@ -8,7 +8,8 @@ import transformers
 from torch import Tensor
 
 from flexengine.model.build import build
-from flexengine.model.sample import NONFINITE, LogitStep, Scores
+from flexengine.model.sample import NONFINITE, LogitStep
+from flexengine.model.scores import Scores
 
 
 def scored(logits: Tensor, targets: list[int], rows: int, columns: int) -> Scores:

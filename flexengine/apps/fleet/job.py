@@ -34,9 +34,10 @@ from flexengine.guests.stages.group import PipelineGroup
 from flexengine.job.bounds import most_characters
 from flexengine.job.columns import generated
 from flexengine.job.journal import decode_record, encode_record, result_of, value_of
+from flexengine.job.manifest import LOSSY, Manifest, manifest_of
 from flexengine.job.resume import JobStore
 from flexengine.job.rows import Row
-from flexengine.job.same_job import LOSSY, Manifest, differences, manifest_of
+from flexengine.job.same_job import differences
 from flexengine.lossy import Lossy
 from flexengine.plan.formatting import count
 from flexengine.plan.workload import Workload

@@ -26,7 +26,8 @@ from flexengine.apps.lm_eval.arguments import MAX_GEN_TOKS, engine_options, gene
 from flexengine.config import Result
 from flexengine.engine.engine import Engine
 from flexengine.errors import FlexError, InvalidInput, library_faults, shown
-from flexengine.job.same_job import LOSSY, MODEL_FILES, differences
+from flexengine.job.manifest import LOSSY, MODEL_FILES
+from flexengine.job.same_job import differences
 from flexengine.job.templates import TemplateFault, chat_text
 from flexengine.records import as_whole
 
