@@ -49,6 +49,8 @@ def called(layer: PausingLayer, hidden: Tensor, positions: Any) -> Any:
     """Return a layer's output, without what else its tuple has."""
     if type(layer.layer).__name__ == "BloomBlock":
         return layer(hidden, alibi=None, attention_mask=None)[0]
+    if type(layer.layer).__name__ == "MptBlock":
+        return layer(hidden, position_bias=None, attention_mask=None)[0]
     return layer(hidden) if positions is None else layer(hidden, position_embeddings=positions)
 
 

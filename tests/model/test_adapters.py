@@ -11,12 +11,14 @@ from torch import nn
 from flexengine import Engine, SamplingParams
 from flexengine.errors import UnsupportedModel
 from flexengine.model import build as building
-from flexengine.model.adapters.alibi import biased, biases, mpt_slopes
+from flexengine.model.adapters import slopes
+from flexengine.model.adapters.alibi import biased, biases
 from flexengine.model.forward import Inputs, Layer, Pass
 from flexengine.model.layer_range import use_range
 from flexengine.model.skeleton import TRIAL_TOKENS
 from flexengine.model.watch import Watch
 from tests.helpers.architectures import GAP, config_classes, continuation, engine_answers, judged, prompts_of
+from tests.helpers.native_layers import arguments, opened, ran
 from tests.helpers.tiny_models import SEEDS, VOCABULARY, blank_model, make_model, tiny_config
 
 TOKENS = 13
@@ -92,7 +94,7 @@ def test_biases_of_mpt_are_those_of_transformers_in_every_dtype(heads: int, dtyp
 
     tokens, scale, unit = 2000, 128**-0.5, 8.0
     positions = torch.arange(tokens)[None]
-    current = Pass(lambda: biases(mpt_slopes(heads), torch.device("cpu")) / (scale * unit))
+    current = Pass(lambda: biases(slopes(heads), torch.device("cpu")) / (scale * unit))
     current.inputs = Inputs(positions, positions, positions[0])
     rest, columns = current.switch(), []
     for _ in range(1 if dtype == torch.float32 else 3):
@@ -103,6 +105,21 @@ def test_biases_of_mpt_are_those_of_transformers_in_every_dtype(heads: int, dtyp
     found = scale * (q[0, :, -1:].float() @ k[0].float().transpose(1, 2))[:, 0]
     wanted = build_mpt_alibi_tensor(heads, tokens)[:, 0]
     assert (found - found[:, -1:] - wanted).abs().max() < 2e-4 * slopes_least(wanted)
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_keys_of_mpt_are_the_same_by_modules_and_by_native_layers(heads: int, tmp_path: Path) -> None:
+    """Some passes need modules, so keys of one sequence may be of both. 1 / the scale of heads of 32 is no power of 2,
+    other than that of the small layers of trials."""
+    config = tiny_config(config_classes()["mpt"], d_model=32 * heads, n_heads=heads)
+    with torch.no_grad():
+        make_model(config, 0).save_pretrained(tmp_path)
+    skeleton, layers = opened(tmp_path)
+    hidden, positions = arguments(skeleton)
+    assert layers[0].native.usable(hidden, positions)
+    (q, k, *_), (other_q, other_k, *_) = (ran(layers[0], hidden, positions, native=native) for native in (True, False))
+    for one, other in ((q, other_q), (k, other_k)):
+        torch.testing.assert_close(one[..., -1], other[..., -1], rtol=1e-6, atol=1e-6)
 
 
 def slopes_least(wanted: torch.Tensor) -> float:

@@ -28,12 +28,6 @@ def adapt(config: Any, model: Any) -> None:
             become(module, mixin)
 
 
-def mpt_slopes(heads: int) -> list[float]:
-    """Return MPT's slopes: if `heads` is no power of two, those of the next power, every second of them first."""
-    all_of = slopes(2 ** math.ceil(math.log2(heads)))
-    return [*all_of[1::2], *all_of[::2]][:heads] if len(all_of) != heads else all_of
-
-
 @cache  # a tensor made from a list would synchronise a GPU with the host in every call
 def _as_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu").to(device, torch.float32)
@@ -72,9 +66,12 @@ class MptScores:
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         q, k, v = (x.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for x in mixed.chunk(3, dim=2))
-        unit = 2.0 ** round(-math.log2(scale))  # near 1 / scale, and exact in every dtype
-        rest, columns = biases(mpt_slopes(self.n_heads), k.device) / (scale * unit), list[Tensor]()
-        for _piece in range(1 if k.dtype == torch.float32 else _PIECES):
+        # In fp32 as BLOOM's, and as native layers write them: one sequence's keys may be of both.
+        rest, unit, pieces, columns = biases(slopes(self.n_heads), k.device), 1 / scale, 1, list[Tensor]()
+        if k.dtype != torch.float32:
+            unit, pieces = 2.0 ** round(-math.log2(scale)), _PIECES  # near 1 / scale, and exact in every dtype
+            rest = rest / (scale * unit)
+        for _piece in range(pieces):
             columns.append(rest.to(k.dtype))
             rest = rest - columns[-1].float()
         q, k = biased(q, k, columns, unit)

@@ -41,7 +41,7 @@ class FalconScores:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         else:
             slope = torch.tensor(slopes(self.num_heads), device=k.device).bfloat16()
-            k, v = (x.expand(-1, self.num_heads, -1, -1) for x in (k, v))
+            k, v = (x.repeat_interleave(self.num_heads // x.shape[1], 1) for x in (k, v))
             q, k = biased(q, k, [(slope[:, None] * positions()).to(k.dtype)], 1.0)
         mask = attention_mask if alibi is None else None
         out, _none = attend(self, q, k, v, mask, scaling=dim**-0.5)
