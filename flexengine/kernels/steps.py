@@ -313,14 +313,15 @@ class Steps:
         """Add act(gate) * up, see base.Kernels.gate. Each of them may be columns of a larger matrix.
 
         Args:
-            gate: [rows, n].
-            up: [rows, n], or [rows, n * each], whose `each` neighbours have one gate; None for ones.
+            gate: [rows, n], or of any shape if all are contiguous.
+            up: of gate's shape, or [rows, n * each], whose `each` neighbours have one gate; None for ones.
             act: one of ACTS.
             limit: of "clip", and factor of "scale".
             out: receives the result, of up's shape; None overwrites `gate`.
         """
         out = gate if out is None else out
-        each, used = 1 if up is None else up.shape[1] // gate.shape[1], [x for x in (gate, up, out) if x is not None]
+        used = [x for x in (gate, up, out) if x is not None]
+        each = max(1, (gate if up is None else up).numel() // max(1, gate.numel()))
         whole = each == 1 and all(x.is_contiguous() for x in used)
         rows, n = (1, gate.numel()) if whole else gate.shape
         strides = gate.stride(0), 0 if up is None else up.stride(0), out.stride(0)
