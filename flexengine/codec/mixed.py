@@ -24,6 +24,10 @@ class Mixed(Form):
         return "+".join(part.name for part in self.parts)
 
     @property
+    def block_columns(self) -> int:
+        return max(part.block_columns for part in self.parts)
+
+    @property
     def step_bytes(self) -> int:
         raise NotImplementedError("rows of several formats have no size in common")
 

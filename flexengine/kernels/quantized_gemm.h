@@ -28,8 +28,8 @@ struct Product {
 struct Blocks {
     int64_t down, width, across;
 
-    Blocks(const Product& a, int64_t vecs) : down((a.rows + GROUP - 1) / GROUP), width(vecs * W) {
-        while (width > W && strips(a.n) * down < 3 * a.threads) width /= 2;
+    Blocks(const Product& a, int64_t vecs, int64_t least = W) : down((a.rows + GROUP - 1) / GROUP), width(vecs * W) {
+        while (width > least && strips(a.n) * down < 3 * a.threads) width /= 2;
         across = strips(a.n);
     }
     int64_t strips(int64_t n) const { return (n + width - 1) / width; }
@@ -404,7 +404,7 @@ struct DotTasks {
     const int64_t count;
 
     explicit DotTasks(const Product& a)
-        : a(a), x(a), tiles(a), blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS),
+        : a(a), x(a), tiles(a), blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS, a.bits < BLOCKS ? W : 2 * W),
           count(blocks.across * blocks.down) {}
     int64_t numbers() const { return a.rows * a.n * a.k; }
 

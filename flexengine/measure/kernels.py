@@ -107,7 +107,7 @@ def products(
     they cycle through matrices, of dtype `held`, that exceed the caches. form: format of encoded matrices, "" for plain
     ones. compute: as in `Kernels.product`."""
     width, working = LARGE if machine.gpu else SMALL
-    unit = max(16, make_form(form, 1, 256).block_columns) if form else 16
+    unit = max(16, make_form(form, 256, 256).block_columns) if form else 16
     width = max(unit, min(width, int((room(machine, "device") / held.itemsize) ** 0.5)) // unit * unit)
     packed = make_form(form, width, width) if form else None
     size = width * width * held.itemsize if packed is None else packed.nbytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
 import safetensors.torch
@@ -32,6 +32,9 @@ from flexengine.model.shards import TensorFiles, TensorPart, check_finite, check
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.system.read_retries import opened
+
+if TYPE_CHECKING:
+    from flexengine.codec.mixed import Mixed
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 EDGE_MATRICES = 2  # most matrices in the format of embedding and output projection
@@ -296,9 +299,13 @@ def _decoded_rows(raw: Origin, form: Form, low: int, high: int) -> Tensor:
         return form.with_rows(high - low).dequantize(data)
     parts = list[Tensor]()
     for number in range(low // form.rows, -(-high // form.rows)):
-        first = number * form.rows
-        ids = torch.arange(max(low, first) - first, min(high, first + form.rows) - first)
-        parts.append(form.dequantize_rows(read_part(raw, number * form.nbytes, form.nbytes), ids))
+        row, start = number * form.rows, number * form.nbytes
+        for part in cast("Mixed", form).parts:
+            first, last = max(low, row), min(high, row + part.rows)
+            if first < last:
+                data = read_part(raw, start + (first - row) * part.step_bytes, (last - first) * part.step_bytes)
+                parts.append(part.with_rows(last - first).dequantize(data))
+            row, start = row + part.rows, start + part.nbytes
     return torch.cat(parts)
 
 

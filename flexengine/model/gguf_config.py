@@ -54,7 +54,8 @@ def family_config(header: Header) -> Any:
     if wrong := [key for key, field in _FIELDS.items() if type(values[field]) not in (int, float)]:
         raise UnsupportedModel(f"{header.path} has no single number as {header.architecture}.{wrong[0]}")
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    heads = {"head_dim": values["hidden_size"] // values["num_attention_heads"]}  # unless the file has another
+    own = header.values.get(f"{header.architecture}.attention.key_length")
+    heads = {"head_dim": own if type(own) is int else values["hidden_size"] // values["num_attention_heads"]}
     if f"{header.architecture}.attention.scale" not in header.values:
         heads["attention_multiplier"] = heads["head_dim"] ** -0.5
     ids = {field: header.values.get(f"tokenizer.ggml.{key}_token_id") for field, key in _TOKEN_IDS.items()}

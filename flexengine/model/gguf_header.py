@@ -67,7 +67,9 @@ def gguf_parts(file: Path) -> list[Path]:
     """Return the files of a GGUF model, of which `file` is one, by the names that llama.cpp gives to parts."""
     if (match := _SPLIT.fullmatch(file.name)) is None:
         return [file]
-    begin, _, count, end = match.groups()
+    begin, own, count, end = match.groups()
+    if not 1 <= int(own) <= int(count):
+        return [file]
     return [file.with_name(f"{begin}-{number:05}-of-{count}{end}") for number in range(1, int(count) + 1)]
 
 

@@ -95,7 +95,7 @@ def in_place(directory: Path, files: Sequence[Path]) -> dict[str, Origin]:
             name: _origin([tensors[part] for part in parts], tuple(shape), runs, pairs)
             for name, (parts, shape, runs, pairs) in read_object(directory / PLACES, _MOST_PLACES).items()
         }
-    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
+    except (LookupError, ValueError, TypeError, ArithmeticError) as error:
         fault = f"{directory / PLACES} does not fit {files[0]}: {error!r}"
         raise BadCheckpoint(f"{fault}; remove the directory, and it will be made again") from error
 

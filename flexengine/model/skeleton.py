@@ -113,8 +113,9 @@ class Skeleton:
     def module_words(self) -> tuple[str, ...]:
         """Texts that say which layers run as modules of transformers, not as calls of native kernels, and why."""
         count, texts = len(self.layers), list[str]()
-        for reason in dict.fromkeys(self.as_modules.values()):
-            some = sum(1 for why in self.as_modules.values() if why == reason)
+        reasons = [why for layer, why in self.as_modules.items() if layer < count]  # a range ends before others
+        for reason in dict.fromkeys(reasons):
+            some = reasons.count(reason)
             texts.append(f"{some} of {count} layers run as modules of transformers, which is slower: {reason}")
         return tuple(texts)
 

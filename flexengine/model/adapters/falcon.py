@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 from flexengine.model.adapters import become, positions, slopes
@@ -16,6 +16,8 @@ def adapt(config: Any, model: Any) -> None:
     for module in model.modules():
         if type(module).__name__ == "FalconAttention":
             become(module, FalconScores)
+        elif type(module).__name__ == "FalconLinear" and (module.bias is None or module.weight.dtype == torch.float32):
+            module.__class__ = nn.Linear  # the same, but for biases in 16 bits, which it adds apart
 
 
 class FalconScores:

@@ -21,7 +21,7 @@ from flexengine import kernels
 from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Inputs, Pass, PausingLayer, pausing_layers
-from flexengine.model.linear import Product, use_product
+from flexengine.model.linear import FastConv1D, FastLinear, Product, use_product
 from flexengine.model.native.describe import CLOSE, POSITIONS, LayerRecord, Undescribed, angle_pair
 from flexengine.model.native.fused import is_norm, settings_of
 from flexengine.model.native.kind import LayerKind, Scratch
@@ -80,7 +80,7 @@ def use_native_layers(
     for module, key in zip(layers, keys, strict=True):
         event, call = attends[module.index], calls[module.index]
         if key not in kinds:
-            alike = [m.index for m, other in zip(layers, keys, strict=True) if other == key]
+            alike = [m for m, other in zip(layers, keys, strict=True) if other == key]
             failed = partial(_note, reasons, alike)
             trial = _Trial(type(module.layer), model.config, event, call, adapt)
             kinds[key] = _kind(trial, module.layer, scratch, failed)
@@ -97,8 +97,8 @@ def use_native_layers(
     return reasons
 
 
-def _note(reasons: dict[int, str], layers: list[int]) -> None:
-    reasons.update(dict.fromkeys(layers, _FAILED))
+def _note(reasons: dict[int, str], layers: list[PausingLayer]) -> None:
+    reasons.update((m.index, _FAILED) for m in layers if m.index >= 0)  # a range of layers numbers its own anew
 
 
 def _settings(layer: Any, event: Attend) -> Any:
@@ -121,6 +121,8 @@ def _kind(trial: "_Trial", layer: nn.Module, scratch: Scratch, failed: Callable[
         run, _ = trial.run(small := trial.small(_WEIGHTS[0]))
         record = _read(run, trial.clip(small))
         fitting = _fitting(record, small, layer)
+        if any(type(layer.get_submodule(path)) not in (FastLinear, FastConv1D) for path in record.linear):
+            raise Undescribed("a projection is a linear layer of a class of its own")
     except Undescribed as error:
         return str(error)
     except Exception as error:  # the layer needs what a trial does not have
@@ -231,8 +233,8 @@ class _Trial:
                     hook = partial(_see, seen, path)
                     hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             event, attended, result = _ran(lambda: layer(*args, **kwargs))
-        outputs = len(result) if isinstance(result, tuple) else None
-        result = result[0] if isinstance(result, tuple) else result
+        outputs = len(result) if isinstance(result, tuple | list) else None
+        result = result[0] if isinstance(result, tuple | list) else result
         return LayerRun(layer, seen, x[0], event, angles, attended[0], result[0], outputs), positions
 
     def clip(self, small: nn.Module) -> float:

@@ -11,6 +11,7 @@ from shlex import quote
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.files import regular_file
+from flexengine.model.gguf_header import gguf_parts
 from flexengine.model.source import check_directory, located
 from flexengine.model.verify import SUMS, NoSums, Verifier, has_sums, sums_of
 from flexengine.plan.formatting import clock, count, plain, size
@@ -79,8 +80,10 @@ def verified(model: Path, name: str) -> Comparison:
         damaged.setdefault(str(file), reason)
 
     verifier = Verifier(note)
+    files = gguf_parts(model) if model.is_file() else [model]
     try:
-        (verifier.gguf if model.is_file() else verifier.directory)(model)
+        for file in files:
+            (verifier.gguf if model.is_file() else verifier.directory)(file)
     except NoSums:
         remedy = f"if it is known to be good, write them: flexengine verify {quote(str(model))} --write"
         problem = f"there are no checksums to verify {model} with; {remedy}"
@@ -90,7 +93,7 @@ def verified(model: Path, name: str) -> Comparison:
     with suppress(OSError, InvalidInput):  # a cache that cannot be read holds nothing that jobs use
         items = contents(cache_root()).items
     for item in items:
-        if item.kind in PREPARED and item.source == str(model.resolve()):
+        if item.kind in PREPARED and item.source in {str(file.resolve()) for file in files}:
             directory = cache_root() / item.folder / item.file
             prepared.append({"kind": item.kind, "format": item.label or None, "path": str(directory)})
             try:
