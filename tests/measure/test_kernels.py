@@ -57,7 +57,7 @@ def test_counts(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> 
     assert set(products) == {"float32", "float16", "bfloat16"}
     assert products["bfloat16"] == tuple((m, 2.0 * m * 128 * 128) for m in kernels.ROWS)
     assert set(kernels._products(machine, torch.bfloat16)) == {"bfloat16"}
-    for form, width in (("int4", 128), ("q8_0", 128), ("q6_k", 256)):  # at least a block
+    for form, width in (("int4", 128), ("q8_0", 128), ("q6_k", 256), ("q4_k+q6_k", 256)):  # at least a block
         rates = kernels.quick_products(machine, torch.float32, torch.uint8, form)
         assert rates == tuple((m, 2.0 * m * width * width) for m in kernels.QUICK_ROWS)
     assert machine.device.ledger.used == 0

@@ -13,8 +13,11 @@ from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.lossy import Lossy
 from flexengine.model import gguf_header
 from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.encoding import read_part
 from flexengine.model.gguf_places import bad_blocks
 from flexengine.model.source import resolve
+from flexengine.shell.commands import verify as command
+from flexengine.shell.commands.verify import verified
 from flexengine.shell.explain.formats import form_words
 from flexengine.worker.open_model import open_model
 from tests.helpers.families import prompts_of, reference
@@ -133,6 +136,11 @@ def test_experts_whose_halves_have_two_formats(tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in found)
     stored = read_checkpoint(directory, [path])["model.layers.0.mlp.experts.gate_up_proj"]
     assert stored.form.packed.name == "q4_1+q8_0"
+    rows, width = expected["model.layers.0.mlp.experts.gate_up_proj"].flatten(0, 1), 4 * stored.shape[-1]
+    count = stored.shape[1]  # rows of an expert, of which each half has a format
+    for first, last in ((0, 1), (count // 2 - 1, count // 2 + 2), (count - 1, count + 3), (0, len(rows))):
+        part = read_part(stored, first * width, (last - first) * width)
+        assert torch.equal(part.view(-1, stored.shape[-1]), rows[first:last])
     assert tokens_everywhere(path, tmp_path) == [reference(model, PROMPTS, NEW)] * (len(POLICIES) + 2)
 
 
@@ -198,6 +206,13 @@ def test_a_model_in_several_files(tmp_path):
     expected = tokens_of(whole, device="cpu")
     assert [tokens_of(part, device="cpu") for part in parts] == [expected] * 3
     assert resolve(str(parts[1])).given == tuple(parts)
+    assert command.main([str(parts[2]), "--write"]) == 0
+    assert verified(parts[0], "m").result == "intact"
+    parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"x")
+    found = verified(parts[0], "m")
+    assert (found.result, [fault["file"] for fault in found.damaged]) == ("damaged", [str(parts[1])])
+    odd = parts[0].rename(tmp_path / "m-00004-of-00003.gguf")
+    assert gguf_header.gguf_parts(odd) == [odd]
 
 
 def test_parts_that_are_missing_or_of_other_models_are_refused(tmp_path):

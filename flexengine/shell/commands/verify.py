@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     """Verify the model, or write its checksums. Return the exit code. Raise FlexError if there is no such model."""
     model, name = located(args.model, download=False)
     if args.write:
-        return _write(model, args.json)
+        for part in gguf_parts(model) if model.is_file() else [model]:
+            _write(part, args.json)
+        return DONE
     comparison = verified(model, name)
     if args.json:
         print(json.dumps(asdict(comparison)))
@@ -130,9 +132,9 @@ def _print(comparison: Comparison) -> None:
 # Writing.
 
 
-def _write(model: Path, as_json: bool) -> int:
-    """Write the checksums of a model. Raise InvalidInput if it has some, or if they cannot be written, and
-    ModelNotFound if it is a directory without a model."""
+def _write(model: Path, as_json: bool) -> None:
+    """Write the checksums of a directory or a GGUF file. Raise InvalidInput if it has some, or if they cannot be
+    written, and ModelNotFound if it is a directory without a model."""
     target = model.with_name(f"{model.name}.sha256") if model.is_file() else model / SUMS
     exists = f"{target} exists; compare with it (leave out --write), or remove it if the model was changed on purpose"
     unwritable, remedy = f"{target} cannot be written", "copy the model to a directory that can be written"
@@ -164,7 +166,6 @@ def _write(model: Path, as_json: bool) -> int:
         print(json.dumps({"written": str(target), "files": len(files), "bytes": nbytes}))
     else:
         print(f"wrote {plain(target)}: {count(len(files), 'file', 'files')}, {size(nbytes)}")
-    return DONE
 
 
 def _listed(directory: Path) -> list[Path]:
