@@ -10,6 +10,7 @@ import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,14 +29,15 @@ def adapt(config: Any, model: Any) -> None:
             become(module, mixin)
 
 
-@cache  # a tensor made from a list would synchronise a GPU with the host in every call
-def _as_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device="cpu").to(device, torch.float32)
+@cache
+def slopes_on(device: torch.device, heads: int) -> Tensor:
+    """Return `slopes` as fp32 [heads]. A tensor made from a list on a GPU would make the host wait for it."""
+    return torch.from_numpy(np.array(slopes(heads))).float().to(device, non_blocking=True)
 
 
-def biases(values: list[float], device: torch.device) -> Tensor:
-    """Return slope * position of every head and token of the pass, fp32 [heads, tokens]. values: slopes of heads."""
-    return _as_tensor(tuple(values), device)[:, None] * positions().float()
+def biases(heads: int, device: torch.device) -> Tensor:
+    """Return slope * position of every head and token of the pass, fp32 [heads, tokens]."""
+    return slopes_on(device, heads)[:, None] * positions().float()
 
 
 def biased(q: Tensor, k: Tensor, columns: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
@@ -53,7 +55,7 @@ class BloomScores:
     def forward(self: Any, hidden: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         q, k, v = self._reshape(self.query_key_value(hidden))
         scale = self.inv_norm_factor
-        q, k = biased(q, k, [biases(slopes(self.num_heads), k.device).to(k.dtype)], 1 / scale)
+        q, k = biased(q, k, [biases(self.num_heads, k.device).to(k.dtype)], 1 / scale)
         out, _none = attend(self, q, k, v, None, scaling=scale)
         return self.dense(out.flatten(2)) + residual, None
 
@@ -67,7 +69,7 @@ class MptScores:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         q, k, v = (x.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for x in mixed.chunk(3, dim=2))
         # In fp32 as BLOOM's, and as native layers write them: one sequence's keys may be of both.
-        rest, unit, pieces, columns = biases(slopes(self.n_heads), k.device), 1 / scale, 1, list[Tensor]()
+        rest, unit, pieces, columns = biases(self.n_heads, k.device), 1 / scale, 1, list[Tensor]()
         if k.dtype != torch.float32:
             unit, pieces = 2.0 ** round(-math.log2(scale)), _PIECES  # near 1 / scale, and exact in every dtype
             rest = rest / (scale * unit)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
-from flexengine.model.adapters import become, positions, slopes
-from flexengine.model.adapters.alibi import biased
+from flexengine.model.adapters import become, positions
+from flexengine.model.adapters.alibi import biased, slopes_on
 from flexengine.model.forward import attend
 
 
@@ -42,7 +42,7 @@ class FalconScores:
         if alibi is None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         else:
-            slope = torch.tensor(slopes(self.num_heads), device=k.device).bfloat16()
+            slope = slopes_on(k.device, self.num_heads).bfloat16()
             k, v = (x.repeat_interleave(self.num_heads // x.shape[1], 1) for x in (k, v))
             q, k = biased(q, k, [(slope[:, None] * positions()).to(k.dtype)], 1.0)
         mask = attention_mask if alibi is None else None
