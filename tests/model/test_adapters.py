@@ -11,7 +11,6 @@ from torch import nn
 from flexengine import Engine, SamplingParams
 from flexengine.errors import UnsupportedModel
 from flexengine.model import build as building
-from flexengine.model.adapters import slopes
 from flexengine.model.adapters.alibi import biased, biases
 from flexengine.model.forward import Inputs, Layer, Pass
 from flexengine.model.layer_range import use_range
@@ -94,7 +93,7 @@ def test_biases_of_mpt_are_those_of_transformers_in_every_dtype(heads: int, dtyp
 
     tokens, scale, unit = 2000, 128**-0.5, 8.0
     positions = torch.arange(tokens)[None]
-    current = Pass(lambda: biases(slopes(heads), torch.device("cpu")) / (scale * unit))
+    current = Pass(lambda: biases(heads, torch.device("cpu")) / (scale * unit))
     current.inputs = Inputs(positions, positions, positions[0])
     rest, columns = current.switch(), []
     for _ in range(1 if dtype == torch.float32 else 3):
