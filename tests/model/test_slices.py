@@ -11,7 +11,7 @@ import transformers
 from flexengine import kernels
 from flexengine.kernels.base import AttentionOptions
 from flexengine.model.build import build
-from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Rows
+from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Rows, pausing_layers
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.slices import Slices, slices_of
 from tests.helpers.families import FAMILIES
@@ -113,6 +113,8 @@ class Real:
         for group in (*self.skeleton.layers, self.skeleton.others):
             for name, slot in group.items():
                 slot.bind(torch.nn.Parameter(weights[name].detach(), requires_grad=False))
+        for layer in pausing_layers(self.skeleton.model):
+            layer.native = None  # slices are those of modules; native layers keep copies of GPT-J's cosines and sines
         self.prompt = torch.randint(3, 600, (1, 5))
 
     @torch.no_grad()
