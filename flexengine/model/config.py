@@ -80,7 +80,7 @@ def load_config(directory: Path, trust_remote_code: bool = False, weights: bool 
                 f"{path} states {layers:,} layers times {experts:,} experts; without weights beside it, at most"
                 f" {_BARE_LAYERS:,} layers, and {_BARE_EXPERTS:,} experts in all layers, are believed; correct it"
             )
-    elif directory.parent == cache_root() / "prepared" and (directory / PLACES).is_file():
+    elif (directory / PLACES).is_file() and directory.parent == cache_root() / "prepared":
         pass  # it was compared with the weights of a file when it was made
     elif layers > _FEW_LAYERS or layers * experts > _FEW_EXPERTS:
         tensors = read_checkpoint(directory).values()

@@ -81,6 +81,7 @@ def test_a_struct_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         library = build.load()
     except build.BuildFailed as error:
         pytest.skip(f"cannot build: {error}")
+    size = ctypes.sizeof(structs.STRUCTS["gate"])
     monkeypatch.setitem(structs.STRUCTS, "gate", Longer)
-    with pytest.raises(RuntimeError, match=r"flex_gate has 56 bytes in the native kernels but 64 here"):
+    with pytest.raises(RuntimeError, match=rf"flex_gate has {size} bytes in the native kernels but {size + 8} here"):
         cpu.NativeKernels(library)
