@@ -80,7 +80,7 @@ def use_native_layers(
     for module, key in zip(layers, keys, strict=True):
         event, call = attends[module.index], calls[module.index]
         if key not in kinds:
-            alike = [m for m, other in zip(layers, keys, strict=True) if other == key]
+            alike = [m.index for m, other in zip(layers, keys, strict=True) if other == key]
             failed = partial(_note, reasons, alike)
             trial = _Trial(type(module.layer), model.config, event, call, adapt)
             kinds[key] = _kind(trial, module.layer, scratch, failed)
@@ -97,8 +97,8 @@ def use_native_layers(
     return reasons
 
 
-def _note(reasons: dict[int, str], layers: list[PausingLayer]) -> None:
-    reasons.update((m.index, _FAILED) for m in layers if m.index >= 0)  # a range of layers numbers its own anew
+def _note(reasons: dict[int, str], layers: list[int]) -> None:
+    reasons.update(dict.fromkeys(layers, _FAILED))
 
 
 def _settings(layer: Any, event: Attend) -> Any:
