@@ -5,6 +5,7 @@ bytes themselves are entries of `kernels.base.KERNELS`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pkgutil import resolve_name
@@ -25,7 +26,6 @@ class Form(ABC):
     columns: int  # inputs
     # Rows encoded together: k * step .. (k + 1) * step - 1 lie at byte k * step_bytes; the last ones are filled up.
     step: ClassVar[int] = 1
-    rows_apart: ClassVar[bool] = True  # whether rows of a matrix can be read apart, as `step` says
 
     @property
     @abstractmethod
@@ -80,6 +80,11 @@ class Form(ABC):
     def nbytes(self) -> int:
         """Bytes of the whole matrix."""
         return -(-self.rows // self.step) * self.step_bytes
+
+    def matrices(self) -> Iterator[tuple[int, int, "Form"]]:
+        """Yield first row, first byte and format of each matrix that this one consists of, one after the other. It is
+        one if all rows have the same format."""
+        yield 0, 0, self
 
     def with_rows(self, rows: int) -> Self:
         """Return the same format of a matrix with another number of rows."""

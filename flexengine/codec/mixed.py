@@ -14,7 +14,6 @@ from flexengine.errors import InvalidInput
 class Mixed(Form):
     """Format of a matrix that consists of other matrices, one after the other."""
 
-    rows_apart = False
     rows: int
     columns: int
     parts: tuple[Form, ...]  # formats of the matrices, in order; their rows sum to `rows`
@@ -46,12 +45,16 @@ class Mixed(Form):
                 out[own] = part.decode(own_data, ids[own] - row)
         return out
 
-    def apart(self, data: Tensor) -> Iterator[tuple[int, Form, Tensor]]:
-        """Yield first row, format and bytes of each matrix."""
+    def matrices(self) -> Iterator[tuple[int, int, Form]]:
         row = start = 0
         for part in self.parts:
-            yield row, part, data[start : start + part.nbytes]
+            yield row, start, part
             row, start = row + part.rows, start + part.nbytes
+
+    def apart(self, data: Tensor) -> Iterator[tuple[int, Form, Tensor]]:
+        """Yield first row, format and bytes of each matrix."""
+        for row, start, part in self.matrices():
+            yield row, part, data[start : start + part.nbytes]
 
 
 def halves(name: str, rows: int, columns: int) -> Mixed:

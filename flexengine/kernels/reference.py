@@ -231,16 +231,14 @@ def to_multiply(x: Tensor, form: Form, compute: base.Compute | None) -> Tensor:
 
 def decoded_parts(weight: Tensor, form: Form) -> Iterator[tuple[slice, Tensor]]:
     """Yield all rows of an encoded weight in slices of WIDENED bytes, each with its dequantized rows."""
-    blocks = weight.view(-1, form.step_bytes) if form.rows_apart else torch.empty(form.rows, 0)
-    step = max(1, WIDENED // max(1, form.columns * 4 * form.step))
-    for low in range(0, len(blocks), step):
-        run = slice(low * form.step, min(form.rows, (low + step) * form.step))
-        if form.rows_apart:
-            decoded = form.with_rows(run.stop - run.start).dequantize(blocks[low : low + step].view(-1))
-        else:
-            decoded = form.dequantize_rows(weight, torch.arange(run.start, run.stop, device=weight.device))
-        # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
-        yield run, decoded.contiguous()
+    for first, start, part in form.matrices():
+        blocks = weight[start : start + part.nbytes].view(-1, part.step_bytes)
+        step = max(1, WIDENED // max(1, part.columns * 4 * part.step))
+        for low in range(0, len(blocks), step):
+            begin, end = low * part.step, min(part.rows, (low + step) * part.step)
+            decoded = part.with_rows(end - begin).dequantize(blocks[low : low + step].view(-1))
+            # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
+            yield slice(first + begin, first + end), decoded.contiguous()
 
 
 def _rounded(x: Tensor, group: int) -> Tensor:

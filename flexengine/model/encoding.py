@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import safetensors.torch
@@ -32,9 +32,6 @@ from flexengine.model.shards import TensorFiles, TensorPart, check_finite, check
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.system.read_retries import opened
-
-if TYPE_CHECKING:
-    from flexengine.codec.mixed import Mixed
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 EDGE_MATRICES = 2  # most matrices in the format of embedding and output projection
@@ -294,18 +291,14 @@ def read_part(origin: Origin, start: int, nbytes: int) -> Tensor:
 
 def _decoded_rows(raw: Origin, form: Form, low: int, high: int) -> Tensor:
     """Return rows low .. high - 1 of matrices that are encoded one after the other, fp32."""
-    if form.rows_apart:
-        data = read_part(raw, low * form.step_bytes, (high - low) * form.step_bytes)
-        return form.with_rows(high - low).dequantize(data)
     parts = list[Tensor]()
     for number in range(low // form.rows, -(-high // form.rows)):
-        row, start = number * form.rows, number * form.nbytes
-        for part in cast("Mixed", form).parts:
-            first, last = max(low, row), min(high, row + part.rows)
-            if first < last:
-                data = read_part(raw, start + (first - row) * part.step_bytes, (last - first) * part.step_bytes)
-                parts.append(part.with_rows(last - first).dequantize(data))
-            row, start = row + part.rows, start + part.nbytes
+        for first, start, part in form.matrices():
+            row, at = number * form.rows + first, number * form.nbytes + start
+            begin, end = max(low, row), min(high, row + part.rows)
+            if begin < end:
+                data = read_part(raw, at + (begin - row) * part.step_bytes, (end - begin) * part.step_bytes)
+                parts.append(part.with_rows(end - begin).dequantize(data))
     return torch.cat(parts)
 
 

@@ -34,7 +34,7 @@ from transformers import conversion_mapping
 from flexengine import Engine, Policy, SamplingParams, kernels
 from flexengine.errors import FlexError
 from flexengine.model.forward import pausing_layers
-from flexengine.model.native.words import record_text
+from tests.helpers.layer_words import record_text
 from tests.helpers.tiny_models import VOCABULARY, NoReferenceError, make_model, seeds_of, tiny_config
 
 # Ragged prompts, most of them longer than the sliding window, one whose answer begins a page of the cache; new tokens.

@@ -21,8 +21,8 @@ from flexengine.model.build import build
 from flexengine.model.forward import pausing_layers
 from flexengine.model.native.describe import RotaryRecord, norm_of, part, rotated
 from flexengine.model.native.layer import NativeLayer
-from flexengine.model.native.words import record_text
 from tests.helpers.families import NEW
+from tests.helpers.layer_words import record_text
 from tests.helpers.native_layers import arguments, changed, opened, ran
 from tests.helpers.tiny_models import make_model, tiny_config
 

@@ -1,5 +1,5 @@
-"""Limits who can reach a Ray cluster: a program that connects can have it run any code. This module does not import
-Ray, as `prepare` must run before Ray is imported.
+"""Limits which programs can connect to a Ray cluster: Ray runs any code that a connected program sends. This module
+does not import Ray, as `prepare` must run before Ray is imported.
 
 Ray 2.60 proves a token at every connection (RAY_AUTH_MODE=token), and draws one for a cluster that `ray.init` starts;
 `ray start` has none unless the user makes it.

@@ -117,7 +117,7 @@ class LayerRecord(NamedTuple):
     factors: tuple[float, float]
     rotary: RotaryRecord | None  # None for other positions
     factor: float  # by which the layer multiplies queries before attention
-    alibi: bool  # whether queries and keys have one more element, for ALiBi (adapters.py)
+    alibi: bool  # whether queries and keys have one more element, for ALiBi (adapters/alibi.py)
     sinks: str  # name of the attention module's parameter with sinks; "" for none
     parallel: bool
     shared: bool

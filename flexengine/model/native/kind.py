@@ -68,12 +68,12 @@ class LayerKind:
         return self._given[2]
 
     def alibi(self, heads: int, scale: float) -> list[Tensor]:
-        """Return the additional elements of queries, [1, heads], and of keys, [tokens, heads] (adapters.py)."""
+        """Return the additional elements of queries, [1, heads], and of keys, [tokens, heads] (adapters/alibi.py)."""
         positions = this_pass().inputs.positions
         if self._given[0] is not positions:
-            from flexengine.model.adapters import slopes  # few models have such positions
+            from flexengine.model.adapters.alibi import slopes_on  # few models have such positions
 
-            keys = positions.float().view(-1, 1) * torch.tensor(slopes(heads), dtype=torch.float64).float()
+            keys = positions.float().view(-1, 1) * slopes_on(positions.device, heads)
             self._given = positions, None, [torch.full((1, heads), 1 / scale), keys]
         assert self._given[2] is not None
         return self._given[2]
