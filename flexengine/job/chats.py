@@ -127,6 +127,15 @@ def chat_fault(tokenizer: Any) -> str | None:
     return None
 
 
+def _check_continued(last: Mapping[str, Any], number: int, continued: bool, templates: str) -> None:
+    """Raise InvalidInput if the last message has a field by which DeepSeek, Mistral, Moonshot and Qwen continue it, but
+    it is not continued here, and no chat template names the field."""
+    for name in ("prefix", "partial"):
+        if last.get(name) is True and not continued and templates != "None" and name not in templates:
+            fault = f"messages[{number}].{name} is true, which the chat template does not read"
+            raise InvalidInput(f"{fault}; give the row continue_final_message true instead, or remove the field")
+
+
 def with_parsed_arguments(message: Any) -> Any:
     """Return a message of the OpenAI API with the arguments of its tool calls as objects, if they are JSON text.
 
@@ -186,7 +195,8 @@ def chat_token_ids(
             return chat_text(tokenizer, messages, tools, now, given)
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **given)
 
-    unnamed = unnamed_roles(messages, getattr(tokenizer, "chat_template", None))
+    unnamed = unnamed_roles(messages, templates := getattr(tokenizer, "chat_template", None))
+    _check_continued(messages[-1], len(messages) - 1, bool(options.get("continue_final_message")), str(templates))
     chat = written(messages, tools)
     for role, i in unnamed.items():
         others = [{**message, "role": f"{role}x"} if message["role"] == role else message for message in messages]

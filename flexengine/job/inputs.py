@@ -181,6 +181,8 @@ _FOREIGN = (
     (rb"ARROW1\x00\x00", "an Arrow file; {arrow}"),
     (rb"BZh[1-9]1AY&SY", "compressed with bzip2; decompress it first (bunzip2 -k)"),
     (rb"\xfd7zXZ\x00", "compressed with xz; decompress it first (unxz -k)"),
+    (rb"\x04\x22\x4d\x18", "compressed with lz4; decompress it first (unlz4 -k)"),
+    (rb"\x1f\x8b|\x28\xb5\x2f\xfd", "compressed twice; decompress it once"),
 )
 _CR_ENDS = {"txt": rb"\S\s*\r\s*\S", "jsonl": rb"\}[ \t]*\r\s*\{"}  # in files without LF
 _UTF32_BOMS = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
@@ -310,6 +312,9 @@ class InputFile:
         """Return how the file is compressed. Its first bytes decide, so a stream needs no suffix."""
         with self.file.open("rb") as file:
             head = file.read(_SEEN)
+        if head.startswith(b"version https://git-lfs"):
+            fault = "is a Git LFS pointer, not the file itself; run `git lfs pull` where it was cloned"
+            raise InvalidInput(f"input {self.name} {fault}")
         packing = next((name for name, first in _FIRST_BYTES.items() if re.match(first, head)), "")
         if wanted and packing != wanted:
             begins = f"it begins with {head[:4].hex(' ')}" if head else "it is empty"

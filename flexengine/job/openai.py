@@ -27,7 +27,13 @@ MAX_ID_CHARACTERS = 512
 _SAME = tuple(name for name in OVERRIDES if name not in ("max_tokens", "logprobs"))  # with names of vLLM
 _WITHOUT_EFFECT = {
     "model", "user", "metadata", "store", "service_tier", "prediction", "priority",
-    "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "stream_options",
+    # of vLLM and SGLang: identity, caches, and what is returned beside the text
+    "request_id", "rid", "cache_salt", "return_token_ids", "return_tokens_as_token_ids", "return_hidden_states",
+    "stream_reasoning", "guided_decoding_backend", "guided_whitespace_pattern",
+    # of llama.cpp: caches, and settings of samplers whose switches are refused
+    "cache_prompt", "id_slot", "timings_per_token", "dynatemp_exponent", "mirostat_tau", "mirostat_eta",
+    "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
 }  # fmt: skip
 # Fields that are accepted with the one value that is done here anyway, beside those of FOREIGN.
 _ONLY = {"modalities": ["text"], "response_format": {"type": "text"}}
@@ -111,7 +117,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     messages, own = body.pop("messages", None), list[Any]()
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):  # unknown fields are refused unless they are empty
-            message = {n: value for n, value in message.items() if n in _MESSAGE or value not in (None, [], {})}
+            message = {n: value for n, value in message.items() if n in _MESSAGE or value not in (None, False, [], {})}
             if unknown := sorted(set(message) - _MESSAGE):
                 known = ", ".join(sorted(_MESSAGE))
                 raise InvalidInput(f"messages[{number}] has {bracketed(unknown)}; a message may have {known}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from flexengine.config import SamplingParams
 from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, shown
 from flexengine.job.bounds import BoundedTokenizer, check_known
-from flexengine.job.foreign import CHAT_ONLY, TOOLS, check_foreign, check_format, own_sampling, whole
+from flexengine.job.foreign import CHAT_ONLY, FOREIGN, TOOLS, check_format, own_sampling, whole
 from flexengine.records import unwrapped
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
@@ -180,7 +180,10 @@ def encode(
     try:
         check_format(request)
         sampling = own_sampling(request, defaults)
-        check_foreign(request, sampling, is_chat(request, row.chat), not row.is_batch)
+        if not FOREIGN.isdisjoint(request):
+            from flexengine.job.foreign_values import check_foreign  # few rows have such a field
+
+            check_foreign(request, sampling, is_chat(request, row.chat), not row.is_batch)
         known = len(tokenizer) if vocab_size is None and tokenizer else vocab_size
         ids = _prompt_ids(request, tokenizer, known, row.chat, sampling.template_options, now or datetime.now())
         if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:

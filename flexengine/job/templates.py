@@ -7,6 +7,7 @@ other process, which has transformers without torch (0.7 s to start, 60 MB). One
 
 import os
 import pickle
+import random
 import resource
 import signal
 import struct
@@ -184,6 +185,7 @@ def _written(request: bytes, seconds: float, library: Any) -> tuple[bytes, bytes
         try:
             _limit(len(request), seconds)
             arguments, now = pickle.loads(request)
+            random.seed(repr(arguments["conversations"]))  # of the filter `random`: resumed jobs have the same prompts
             library.datetime = type("Clock", (datetime,), {"now": classmethod(lambda *_: now)})
             texts, _ = library.render_jinja_template(**arguments)
             return _TEXT, texts[0].encode("utf-8", "surrogatepass")

@@ -24,6 +24,7 @@ _MAX_ELEMENTS = 2**24  # limit of an array; the largest vocabularies have under 
 _MAX_OUTLINED = 2**16  # bytes of a value in an outline
 _TOKENS = "tokenizer.ggml.tokens"
 _COUNTED = ("gpt2", "starcoder2")  # for these transformers counts the tokens, whatever vocab_size is
+_PLAUSIBLE = 256  # versions and types below are those of other releases; others are damage
 _MAX_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousands of tensors and tens of values
 
 
@@ -75,7 +76,8 @@ def gguf_parts(file: Path) -> list[Path]:
 
 def read_header(path: Path, arrays: Collection[str] = ()) -> Header:
     """Return the header of a GGUF file, with every tensor checked against the file's size. Raise BadCheckpoint if the
-    file is no GGUF file, or damaged, or cut off. arrays: keys of the arrays to read; others are skipped.
+    file is no GGUF file, or damaged, or cut off, UnsupportedModel as `_tables`. arrays: keys of the arrays to read;
+    others are skipped.
 
     gguf.GGUFReader takes seconds and hundreds of megabytes for a file with a vocabulary.
     """
@@ -87,6 +89,8 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> Header:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return Header(path, *_tables(path, data, arrays))
+            except UnsupportedModel:
+                raise
             except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
                 fault = f"is damaged or cut off, {AGAIN}: {type(error).__name__}: {error}"
                 raise BadCheckpoint(f"{path} {fault}") from error
@@ -144,10 +148,15 @@ def write_outline(header: Header, path: Path) -> None:
 
 def _tables(path: Path, data: mmap.mmap, arrays: Collection[str]) -> tuple[Any, ...]:
     """Return the fields of `Header` after the path, of a mapped file (version 2 or 3, little-endian), from its fifth
-    byte on. Raise ValueError, KeyError, ArithmeticError or struct.error if the header is not valid."""
+    byte on. Raise ValueError, KeyError, ArithmeticError or struct.error if the header is not valid, UnsupportedModel if
+    it is of another version, or has types of tensors that are not known."""
     data.seek(4)
     version, tensor_count, value_count = _numbers(data, "IQQ")
     if version not in (2, 3):
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3)
+        what = "big-endian, and only little-endian files" if swapped else f"of version {version}, and only 2 and 3"
+        if swapped or version < _PLAUSIBLE:
+            raise UnsupportedModel(f"{path} is {what} of the GGUF format are read; convert the model again")
         raise ValueError(f"version {version} is not 2 or 3")
     if max(tensor_count, value_count) > _MAX_ENTRIES:
         raise ValueError(f"{tensor_count} tensors and {value_count} values are more than any file has")
@@ -219,6 +228,10 @@ def _stored(path: Path, size: int, start: int, name: str, shape: tuple[int, ...]
     """Return the location of a tensor in a file of `size` bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+    if kind < _PLAUSIBLE and kind not in GGMLQuantizationType.__members__.values():
+        fault = f"{path}: tensor {name} has the type {kind}, which the installed package gguf does not know"
+        remedy = "newer types need a newer gguf, and some older ones were given up: take a file of another quantisation"
+        raise UnsupportedModel(f"{fault}; {remedy}")
     block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if 0 in shape or shape[-1] % block:
         raise ValueError(f"rows of tensor {name} of shape {shape} are no multiple of the block of {block}")

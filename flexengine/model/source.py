@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import has_magic
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from flexengine.activity import activity, message
 from flexengine.errors import FlexError, ModelNotFound
 from flexengine.model.files import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     DEMO_PACKAGE,
     MODEL_FILES,
     SUFFIXES,
@@ -34,6 +36,9 @@ _MERGE = (
     " save_pretrained(directory), and give that directory"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_ADDRESS = re.compile(
+    r"(?:https?://|hf://|hf\.co/|huggingface\.co/)(?:[\w.]*(?:hf\.co|huggingface\.co)/)?([\w.-]+/[\w.-]+)"
+)
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 _HUB_SKIPPED = ["*/*", "consolidated*", "*.bin.index.json"]
 
@@ -120,12 +125,14 @@ def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
     if is_file:
         if path.suffix.lower() in MODEL_FILES:
             return path, path.stem
-        raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; a model is a directory or a .gguf file")
+        raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; {_instead_of_file(path)}")
     owner, _, name = model.partition("/")
     looks_like_path = model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
     if looks_like_path or model.lower().endswith(SUFFIXES) or (name and Path(owner).exists()):
-        pattern = "this is a pattern that no shell has expanded, and " if has_magic(model) else ""
-        raise ModelNotFound(f"there is no model at {path}; {pattern}{_KINDS}")
+        hint = "this is a pattern that no shell has expanded, and " if has_magic(model) else ""
+        if address := _ADDRESS.match(model):
+            hint = f"{model} is an address: give {address[1]}; "
+        raise ModelNotFound(f"there is no model at {path}; {hint}{_KINDS}")
     return None
 
 
@@ -133,11 +140,25 @@ def check_directory(path: Path) -> str:
     """Return the pattern of a directory's weights. Raise ModelNotFound if it lacks a config or weights."""
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} {_without_config(path)}")
+    if [*path.glob("*.safetensors")] == [path / ADAPTER_WEIGHTS] and (path / ADAPTER_CONFIG).is_file():
+        raise ModelNotFound(f"{path} has a config.json, but its only weights are {_adapter(path)}: {_MERGE}")
     if (pattern := weights_in(path)) is None:
         others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern))
-        hint = f"; it holds {others[0]}" if others else ""
+        whole = ": give that file as the model" * others[0].endswith(".gguf") if others else ""
+        hint = f"; it holds {others[0]}{whole}" if others else ""
         raise ModelNotFound(f"{path} has a config.json but no weights ({' or '.join(WEIGHT_FILES)}){hint}")
     return pattern
+
+
+def _instead_of_file(path: Path) -> str:
+    """Return what a model is, and what to give instead of a file that is none."""
+    kinds = "a model is a directory or a .gguf file"
+    if (path.parent / "config.json").is_file() and weights_in(path.parent):
+        return f"{kinds}: give its directory, {path.parent}"
+    with suppress(OSError), path.open("rb") as stream:
+        if stream.read(4) == b"GGUF":  # as Ollama stores models
+            return f"{kinds}: its content is that of a .gguf file, so give it, or a link to it, this suffix"
+    return kinds
 
 
 def _without_config(path: Path) -> str:
@@ -152,8 +173,10 @@ def _without_config(path: Path) -> str:
         revision = main.read_text(errors="replace").strip() if main.is_file() else ""
         chosen = next((place for place in inner if place.name == revision), inner[0])
         return f"has no config.json, but {chosen} has one: give that directory as the model"
-    if ggufs := sorted(file.name for file in path.glob("*.gguf")):
+    if ggufs := sorted(str(file.relative_to(path)) for level in ("*", "*/*") for file in path.glob(f"{level}.gguf")):
         return f"has no config.json; it holds {ggufs[0]}: give that file as the model"
+    if inner := sorted(file.parent for file in path.glob(f"*/{ADAPTER_CONFIG}")):
+        return f"has no config.json, and {inner[0]} is {_adapter(inner[0])}: {_MERGE}"
     if (path / "params.json").is_file():  # consolidated.*.pth or .safetensors, of Meta or Mistral
         return 'has a params.json, but no config.json: take the model\'s files for transformers ("-hf"), or convert it'
     return "has no config.json; a model directory has one"
@@ -163,8 +186,9 @@ def _adapter(path: Path) -> str:
     """Return the kind of the adapter in a directory, and its model. Raise BadCheckpoint if its config is damaged."""
     values = read_json(path / ADAPTER_CONFIG, MAX_CONFIG_BYTES)
     values = values if isinstance(values, dict) else {}
-    kind = str(values.get("peft_type") or "adapter").replace("LORA", "LoRA")
-    return f"a {kind} adapter of {values.get('base_model_name_or_path') or 'another model'}"
+    kind = str(values.get("peft_type") or "PEFT").replace("LORA", "LoRA")
+    article = "an" if kind[0] in "AEIO" else "a"
+    return f"{article} {kind} adapter of {values.get('base_model_name_or_path') or 'another model'}"
 
 
 def demo_file() -> Path:

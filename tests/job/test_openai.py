@@ -273,6 +273,30 @@ def test_fields_of_other_programs_at_their_defaults_are_accepted() -> None:
         assert found.sampling == SHORT
 
 
+# As vLLM's ChatCompletionRequest and llama.cpp's server state their defaults.
+DUMPED = {
+    "frequency_penalty": 0.0, "logprobs": False, "top_logprobs": 0, "n": 1, "presence_penalty": 0.0, "stop": [],
+    "response_format": None, "tool_choice": "none", "include_reasoning": True, "parallel_tool_calls": True,
+    "use_beam_search": False, "length_penalty": 1.0, "stop_token_ids": [], "ignore_eos": False, "truncate": None,
+    "prompt_logprobs": None, "bad_words": [], "add_special_tokens": False, "documents": None, "request_id": "9ad2",
+    "return_tokens_as_token_ids": None, "return_token_ids": False, "cache_salt": None, "vllm_xargs": None,
+    "stream_options": None, "detokenize": True, "separate_reasoning": True, "cache_prompt": True, "mirostat": 0,
+    "mirostat_tau": 5.0, "dry_multiplier": 0.0, "dry_sequence_breakers": ["\n", ":"], "id_slot": -1,
+}  # fmt: skip
+
+
+def test_whole_requests_of_other_programs_are_accepted() -> None:
+    assert encoded(line(CHAT, **DUMPED)).sampling == SHORT
+    row = Row(0, 1, {"messages": [{"role": "user", "content": "hi"}], **DUMPED})
+    assert encode(row, make_tokenizer(), 64, SHORT).sampling == SHORT
+
+
+def test_special_tokens_of_prompts_and_of_chats() -> None:
+    assert "add_special_tokens is true; only false" in refusal(line(CHAT, add_special_tokens=True))
+    assert "add_special_tokens is false; only true" in refusal(line(COMPLETIONS, add_special_tokens=False))
+    assert encoded(line(COMPLETIONS, add_special_tokens=True)).sampling == SHORT
+
+
 def test_what_belongs_to_a_chat_template_is_refused_with_the_remedy() -> None:
     message = refusal(line(CHAT, enable_thinking=False, echo=True))
     assert message.endswith('gets variables by chat_template_kwargs: move it there ({"enable_thinking": ...})')

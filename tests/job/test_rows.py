@@ -146,6 +146,8 @@ NEUTRAL = {
     "length_penalty": 1.0, "top_logprobs": 0, "do_sample": False, "extra_body": {}, "stop_sequences": [], "suffix": "",
     "guided_json": None, "min_new_tokens": 0, "num_return_sequences": 1, "repeat_penalty": 1.0, "typical_p": 1,
     "no_repeat_ngram_size": "0", "images": "a.png", "thinking": "hm", "reasoning": "because", "documents": "x",
+    "logprobs": False, "return_full_text": False, "add_bos_token": True, "beam_width": 1, "system": "",
+    "options": {"a": "yes", "n": "no", "stop": "halt"}, "parameters": [3], "response_format": "essay",
 }  # fmt: skip
 
 
@@ -158,7 +160,8 @@ def test_fields_of_other_programs_at_their_defaults_are_data() -> None:
 LIKELY_DATA = {
     "documents": ["x"], "functions": [{"name": "f"}], "images": ["a.png"], "videos": ["a.mp4"], "verbosity": "high",
     "thinking": True, "reasoning": {"steps": 2}, "stream": "sports", "echo": 5, "regex": 5, "grammar": 4,
-    "suffix": ["b"], "random_seed": 5,
+    "suffix": ["b"], "random_seed": 5, "system": "Linux", "system_prompt": "Be short.", "think": "so",
+    "stop_sequence": 4, "until": "noon", "truncate": "no",
 }  # fmt: skip
 
 
@@ -208,12 +211,35 @@ def test_fields_of_other_programs_are_compared_with_the_parameters_of_the_job() 
         ({"reasoning_effort": "low"}, "move it there"),
         ({"messages": ASKED, "thinking": {"type": "disabled"}}, "move it there"),
         ({"suffix": "x"}, "it is not supported"), ({"stop_words": np.array(["x"])}, "named stop here"),
+        ({"parameters": {"max_new_tokens": 5}}, "move them out of parameters"),
+        ({"options": {"num_ctx": 8, "top_k": 5}}, "move them out of options"),
+        ({"generationConfig": {"topP": 0.5}}, "move them"), ({"gen_kwargs": {"temperature": 0.5}}, "move them"),
+        ({"until": ["x"]}, "named stop here"), ({"rep_pen": 1.5}, "named repetition_penalty here"),
+        ({"beam_width": 4}, "only 1 is possible"), ({"truncate": 9}, "it is not supported"),
+        ({"return_full_text": True}, "only false is possible"), ({"messages": ASKED, "think": False}, "move it there"),
+        ({"messages": ASKED, "system": "Be short."}, 'begin messages with {"role": "system", "content": ...}'),
+        ({"messages": ASKED, "system_instruction": {"parts": []}}, "it is a message here"),
+        ({"response_format": "json"}, 'only {"type": "text"} is supported'),
     ],
 )  # fmt: skip
 def test_fields_of_other_programs_are_never_ignored(fields: dict[str, Any], remedy: str) -> None:
     error = error_of(fields if "messages" in fields else {"prompt": "a", **fields})
     assert f"{[*fields][-1]} is " in error
     assert remedy in error
+
+
+def test_a_system_prompt_beside_one_of_the_messages_is_data() -> None:
+    asked = [{"role": "system", "content": "b"}, *ASKED]
+    assert run({"messages": asked, "system": "b"}).prompt_ids == run({"messages": asked}).prompt_ids
+
+
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+def test_a_last_message_that_others_continue(name: str) -> None:
+    asked = [*ASKED, {"role": "assistant", "content": "b", name: True}]
+    assert f"messages[1].{name} is true, which the chat template does not read" in error_of({"messages": asked})
+    assert run({"messages": [{**ASKED[0], name: True}, *ASKED]})  # no last message
+    begun = {"continue_final_message": True}
+    assert run({"messages": asked, **begun}).prompt_ids == run({"messages": [*ASKED, asked[1]], **begun}).prompt_ids
 
 
 def test_a_request_of_its_own_wins_over_the_fields():

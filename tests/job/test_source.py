@@ -100,6 +100,9 @@ def test_a_small_file_with_a_huge_line_takes_little_memory(tmp_path, monkeypatch
     assert peak < 8_000_000
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
 def test_names_and_contents_that_disagree(tmp_path):
     (tmp_path / "plain.jsonl").write_bytes(packed(lines(4), ".gz"))
     assert len(list(InputRows(tmp_path / "plain.jsonl"))) == 4  # the contents decide
@@ -113,6 +116,9 @@ def test_names_and_contents_that_disagree(tmp_path):
         ("g.jsonl.xz", b"", r"decompress it first \(unxz -k "),
         ("h.jsonl", b"BZh91AY&SY1234", "compressed with bzip2"),
         ("i.csv", b"PK\x03\x04xxxx", "a spreadsheet or a ZIP archive; save the sheet as CSV"),
+        ("l.jsonl.gz", packed(packed(b"x", ".gz"), ".gz"), "is compressed twice; decompress it once"),
+        ("m.jsonl", b"\x04\x22\x4d\x18", "is compressed with lz4; decompress it first"),
+        *((f"n.{end}", POINTER, "is a Git LFS pointer, not the file") for end in ("jsonl", "txt", "csv.gz", "parquet")),
         ("j.xlsx", b"", "is a spreadsheet.*save the sheet as CSV"),
         ("k.jsonl", b"PAR1\x15\x04", "a Parquet file; give --input-format parquet .input_format='parquet' in Python"),
     ):

@@ -54,6 +54,14 @@ def test_the_text_is_that_of_transformers(template: Any, given: dict[str, Any]) 
     assert chat_text(tokenizer, CHAT, given.get("tools"), variables=variables) == expected
 
 
+def test_random_choices_depend_on_the_conversation_alone() -> None:
+    """So that a resumed job has the prompts that it had before."""
+    tokenizer = tokenizer_of("{{ range(10 ** 5) | random }} {{ lipsum(n=1, html=false) }}{{ messages[-1].content }}")
+    first, other = (chat_text(tokenizer, [{"role": "user", "content": text}]) for text in ("a", "b"))
+    assert chat_text(tokenizer, [{"role": "user", "content": "a"}]) == first
+    assert first[:-1] != other[:-1]
+
+
 def test_any_name_may_be_a_variable() -> None:
     """Also the names of parameters of functions here."""
     names = ("now", "tokenizer", "variables", "template", "args", "library", "template_kwargs", "cls")

@@ -303,6 +303,22 @@ def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):
     assert len(refused) > 50
 
 
+@pytest.mark.parametrize(
+    ("version", "kind", "fault"),
+    [
+        (struct.pack("<I", 1), 0, "is of version 1, and only 2 and 3 of the GGUF format are read; convert"),
+        (struct.pack("<I", 4), 0, "is of version 4"),
+        (struct.pack(">I", 3), 0, "is big-endian, and only little-endian files of the GGUF format are read"),
+        (struct.pack("<I", 3), 31, "tensor x has the type 31, which the installed package gguf does not know"),
+    ],
+)
+def test_files_of_other_releases_are_not_called_damaged(tmp_path, version, kind, fault):
+    tensor = struct.pack("<Q", 1) + b"x" + struct.pack("<IQIQ", 1, 32, kind, 0)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + version + struct.pack("<QQ", 1, 0) + tensor + bytes(256))
+    with pytest.raises(UnsupportedModel, match=fault):
+        gguf_header.read_header(tmp_path / "m.gguf")
+
+
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
           "num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 64}  # fmt: skip
 MADE = (Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.TQ1_0, Q.TQ2_0, Q.MXFP4)  # the package can quantise these

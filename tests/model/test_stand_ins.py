@@ -91,7 +91,37 @@ def test_a_directory_above_a_model_names_the_model(tmp_path: Path) -> None:
 def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     said = refusal(adapter(tmp_path / "a", base_model_name_or_path="acme/tiny"))
     assert f"{tmp_path / 'a'} is a LoRA adapter of acme/tiny: merge it first" in said
-    assert "is a IA3 adapter of another model" in refusal(adapter(tmp_path / "b", peft_type="IA3"))
+    assert "is an IA3 adapter of another model" in refusal(adapter(tmp_path / "b", peft_type="IA3"))
+
+
+def test_an_adapter_below_or_with_a_config_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "trained").mkdir()
+    inner = adapter(tmp_path / "trained" / "checkpoint-9", base_model_name_or_path="acme/tiny")
+    assert f"{inner} is a LoRA adapter of acme/tiny: merge it first" in refusal(tmp_path / "trained")
+    (inner / "config.json").write_text("{}")
+    assert "has a config.json, but its only weights are a LoRA adapter of acme/tiny: merge it" in refusal(inner)
+
+
+def test_a_file_of_a_model_names_what_to_give(tmp_path: Path) -> None:
+    place = snapshot(tmp_path, "1")
+    assert refusal(place / "model.safetensors").endswith(f"a .gguf file: give its directory, {place}")
+    blob = tmp_path / "sha256-12"
+    blob.write_bytes(b"GGUF\x03\0\0\0")
+    assert refusal(blob).endswith("its content is that of a .gguf file, so give it, or a link to it, this suffix")
+    (tmp_path / "quants" / "Q4").mkdir(parents=True)
+    (tmp_path / "quants" / "Q4" / "m.gguf").write_bytes(b"")
+    assert "it holds Q4/m.gguf: give that file" in refusal(tmp_path / "quants")
+    (tmp_path / "quants" / "Q4" / "config.json").write_text("{}")
+    assert "it holds m.gguf: give that file as the model" in refusal(tmp_path / "quants" / "Q4")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://huggingface.co/acme/tiny", "hf://acme/tiny", "hf.co/acme/tiny", "https://hf.co/acme/tiny/tree/main"],
+)
+def test_an_address_names_its_hub_id(address: str) -> None:
+    with pytest.raises(ModelNotFound, match="is an address: give acme/tiny; a model is"):
+        resolve(address)
 
 
 def test_an_adapter_beside_a_model_is_named_and_no_shard(tmp_path: Path, caplog: Any) -> None:

@@ -228,8 +228,9 @@ def _check(args: argparse.Namespace) -> None:
         refuse_given(args, names, "needs the rows of a file; give --input, too")
     check_least(args, limit=1, stages=1)
     if args.stages is not None:
+        refuse_given(args, ["cluster"], "describes other machines than --stages; leave one out")
         why = "is for the plan of one machine, but --stages is given; leave one out"
-        refuse_given(args, ("cluster", "policy", "compare", "frontier", "latency", "plot", "save_lp"), why)
+        refuse_given(args, ("policy", "compare", "frontier", "latency", "plot", "save_lp"), why)
         if TOKENS_PARTITION in (args.allow or "").split(","):
             what = "divides attention among attention workers, which --stages does not plan"
             raise InvalidInput(f"--allow {TOKENS_PARTITION} {what}; leave one out")

@@ -47,7 +47,7 @@ def test_the_report_names_the_slowest_stage(capsys: pytest.CaptureFixture[str]) 
     [
         (["--stages", "0"], "--stages is 0; it must be at least 1"),
         (["--stages", "2", "--frontier"], "is for the plan of one machine, but --stages is given"),
-        (["--stages", "2", "--cluster", "llm-pq-3"], "--stages is given; leave one out"),
+        (["--stages", "2", "--cluster", "llm-pq-3"], "--cluster describes other machines than --stages"),
         (["--stages", "33"], "there are 33 stages, but the model has 32 layers"),
     ],
 )
