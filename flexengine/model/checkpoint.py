@@ -55,7 +55,7 @@ _EXTRAS = {
     "heads for values and classes": r"^(\w+\.)?(v_head|value_head|reward_head|score|classifier|classification_head|"
     r"regression_head|qa_outputs|pooler)\.",
     "scales of an 8-bit KV cache": r"\.([kvq]|kv|prob)_(scale|zero_point)$|\.[kv]_proj\.output_scale$",
-    "layers for multi-token prediction": r"^(\w+\.)?mtp(_\w+)?\.",
+    "layers and heads for multi-token prediction": r"^(\w+\.)?(mtp(_\w+)?|medusa_heads?)\.",
 }
 _TOWERS = r"(^|\.)(vision|visual|audio|multi_modal)\w*\."  # names of parts for images and sound
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.(.+)")
