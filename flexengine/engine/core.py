@@ -1,6 +1,7 @@
 """A model opened on a machine, for all jobs of an engine. Weights may stay in memory between jobs."""
 
 import contextlib
+import math
 import os
 from functools import partial
 from pkgutil import resolve_name
@@ -27,6 +28,7 @@ from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Note, Trace
 from flexengine.schedule.program import Program
+from flexengine.tier.disk import DiskTier
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import NO_PORTS, Hidden, Ports
 from flexengine.worker.open_model import Layers, Trust, open_model
@@ -42,6 +44,10 @@ REPLICAS = "flexengine.guests.replicas.client:Replicas"
 TURNS_WORKER = "flexengine.guests.replicas.worker:TurnsWorker"
 PREPARE_SKIPS = "flexengine.guests.replicas.skips:prepare_skips"
 SPAWN = "start processes by multiprocessing.get_context('spawn') and open an Engine in each"
+# Limits for weights that stay in the page cache (worker/in_place.py): rows of a product in decode, how often the decode
+# sweeps of an engine's jobs read all weights, and bytes of these. Copies take 0.45 s per GB, and save 3 ms per GB read
+# by one row.
+FEW_ROWS, FEW_SWEEPS, MANY_BYTES = 4, 128, 256 << 20
 _openers = set[int]()  # processes that opened a model: this one, and those that it was forked from
 
 
@@ -100,6 +106,7 @@ class Core:
             self.prepare_skips()
             self.replicas = resolve_name(REPLICAS)(options)
         self._weights: Weights | None = None
+        self._swept = 0.0  # how often products have read all weights where the page cache has them
         self._resident_read = 0  # bytes read for resident weights that were dropped later
 
     @property
@@ -197,7 +204,7 @@ class Core:
         for tier in machine.tiers.values():
             tier.ledger.restart_peak()
         machine.keep_freed(has_room(layout, machine.capacity))
-        worker = self._worker(layout, load_first, ports)
+        worker = self._worker(layout, load_first, ports, watch.cost.tokens)
         weights = worker.weights
         moving = any(weights.streamed) or bool(weights.arrivals.units or ports.names)
         moving = moving or layout.cache_buffer > 0 or layout.hidden_buffer > 0
@@ -251,7 +258,7 @@ class Core:
         stage.program, stage.watch = self._program(worker, watch), watch
         return home
 
-    def _worker(self, layout: Layout, load_first: bool, ports: Ports) -> Worker:
+    def _worker(self, layout: Layout, load_first: bool, ports: Ports, tokens: int) -> Worker:
         with contextlib.ExitStack() as undo:  # `Cache` first, as it creates spill files, which may fail
             cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
             undo.callback(cache.close)
@@ -261,7 +268,7 @@ class Core:
             for place in sorted(layout.delegation):
                 attenders[place] = resolve_name(ATTENDER)(place)(cache, self.dtype)
                 undo.callback(attenders[place].close)
-            weights = self.resident_weights(layout)
+            weights = self.resident_weights(layout, tokens)
             if load_first:
                 weights.load_all_resident()
             on_demand = None
@@ -281,11 +288,30 @@ class Core:
         native = self.machine.compute.type == "cpu" and self.dtype == torch.float32
         resolve_name(PREPARE_SKIPS)(self.skeleton, native)
 
-    def resident_weights(self, layout: Layout) -> Weights:
-        """Return the weights of a job, those in memory if there are any."""
+    def resident_weights(self, layout: Layout, tokens: int | None = None) -> Weights:
+        """Return the weights of a job, those in memory if there are any and it does not need others. tokens: that it
+        generates; None for many."""
+        sweeps = math.inf if tokens is None else self._sweeps_in_place(layout.policy, tokens)
+        in_place = self._swept + sweeps <= FEW_SWEEPS
+        if self._weights is not None and self._weights.in_place > in_place:
+            self.drop_weights()
         if self._weights is None:
-            self._weights = Weights(self.opened, layout, self.machine)
+            self._weights = Weights(self.opened, layout, self.machine, in_place)
+        if self._weights.in_place:
+            self._swept += sweeps
         return self._weights
+
+    def _sweeps_in_place(self, policy: Policy, tokens: int) -> float:
+        """Return how often a job reads all weights in decode; infinite if they must not stay in the page cache.
+        Products of few rows wait for memory, so few sweeps lose less time by weights that are not reordered than copies
+        take. tokens: that the job generates."""
+        fits = self.machine.kind == "cpu" and self.dtype == torch.float32 and self.facts.stored_bytes >= MANY_BYTES
+        if not fits or not isinstance(self.machine.disk, DiskTier):
+            return math.inf
+        block = policy.block_size
+        shares = [self.facts.active / t.experts for t in self.facts.experts]  # of tokens that an expert computes
+        rows, read = block * min([1.0, *shares]), min([1.0, *(1 - (1 - share) ** block for share in shares)])
+        return tokens / block * read if rows <= FEW_ROWS else math.inf
 
     def traffic(self) -> dict[str, int]:
         """Return bytes moved by link since the engine began, without reads of resident weights."""

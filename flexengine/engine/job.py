@@ -164,7 +164,8 @@ class Job:
             self.take_busy(resources.own.executor.times.busy)
             self._summarise()
             self._write_trace()
-        self.planner.rates.learn(self.watch)
+        if not resources.own.worker.weights.in_place:  # else pages that the system drops cost seconds of products
+            self.planner.rates.learn(self.watch)
 
     def _sweeps(self, resources: JobResources, generation: Generation) -> Iterator[Result]:
         """Yield results until all rows are done. If an attention worker is lost, replace it, and compute again the

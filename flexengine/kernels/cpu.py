@@ -44,6 +44,7 @@ class NativeKernels(Kernels):
         self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
         self._panel = int(bound("panel", c_int64, ())())
         self._run, self._spent = bound("run", takes=(c_void_p, c_int64, c_int32)), bound("spent")
+        self._items = bound("items", c_int64, takes=(c_void_p, c_int64, c_int32))
         encoded = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_int32)
         self.decode_rows = bound("encoded_rows", takes=encoded)
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
@@ -62,6 +63,12 @@ class NativeKernels(Kernels):
     def steps(self) -> Steps:
         """Return an empty list of steps."""
         return Steps(self._run, self.bf16)
+
+    def run_items(self, items: Any) -> None:
+        """Run an array of struct Item of layers.cpp, int64 [items, 3]. Raise IndexError if one chose an expert that
+        does not exist."""
+        if self._items(items.ctypes.data, len(items), torch.get_num_threads()):
+            raise IndexError("a router chose an expert that its layer does not have")
 
     def spent(self) -> dict[str, float]:
         """Return the seconds of all steps of this process so far, by kind. Steps that ran beside each other count as

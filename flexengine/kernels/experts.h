@@ -88,21 +88,26 @@ struct ExpertStep {
 constexpr int32_t GATED = 1 << 10;  // the kind of a Gated, beside those of steps.h
 
 // The struct has at byte `at` the address bases[base] + offset + row * (first row) + place * (index of the expert's
-// weights) + expert * (its number).
+// weights) + expert * (its number). If Experts.tables has an address for the base and the index, that replaces bases[base]
+// + place * (index).
 struct ExpertAddress {
     int64_t at, base, offset, row, place, expert;
 };
 
 // out [tokens, n] = (`fresh`: 0, else out) + the sum over the chosen experts of shares * their result, in the order of
 // the experts. chosen, shares: [tokens, top]. places: [experts], the index of an expert's weights, or -1 for experts that
-// are left out; null if it is the expert's number. inputs, outputs: [capacity, k] and [capacity, n], memory of the
-// experts' rows. capacity: most rows that the steps compute at once. memory: of `flex_experts_bytes`.
+// are left out; null if it is the expert's number. tables: [bases, experts], addresses of matrices that do not follow each
+// other, by index; 0 for others; may be null. inputs, outputs: [capacity, k] and [capacity, n], memory of the
+// experts' rows. capacity: most rows that the steps compute at once. rounded: whether the first step multiplies codes of
+// int8, which the call makes once per token; `inputs` is not used then. memory: of `flex_experts_bytes`.
 struct Experts {
     const float* x; const int64_t* chosen; const float* shares; const int64_t* places; float* out;
-    const char* calls; const ExpertStep* steps; const ExpertAddress* addresses; const int64_t* bases;
+    const char* calls; const ExpertStep* steps; const ExpertAddress* addresses; const int64_t *bases, *tables;
     float *inputs, *outputs; char* memory;
     int64_t tokens, top, experts, k, n, x_row, capacity, count;
-    int32_t threads, fresh;
+    int32_t threads, fresh, rounded;
+
+    const Product& first() const { return *(const Product*)(calls + steps[0].call); }
 };
 
 struct Run { int64_t expert, first, rows; };  // first: among the rows that are computed at once
@@ -111,9 +116,10 @@ struct Run { int64_t expert, first, rows; };  // first: among the rows that are 
 struct ExpertMemory {
     int64_t rows, runs, width;  // maximum numbers; bytes of the structs of all steps
     int64_t *starts, *tokens, *places, *ends;
-    float* shares;
+    float *shares, *worths;  // worths: [tokens, groups, 2], scale and sum of codes
     Run* run;
     char* calls;
+    int8_t* codes;  // [tokens, groups, group]
     int64_t bytes;
 
     explicit ExpertMemory(const Experts& a) : rows(a.tokens * a.top), runs(a.experts), width(0) {
@@ -121,8 +127,10 @@ struct ExpertMemory {
         for (int64_t s = 0; s < a.count; s++) width += a.steps[s].bytes;
         char* at = a.memory;
         auto take = [&](auto*& to, int64_t count) { to = decltype(+to)(at), at += (count * int64_t(sizeof *to) + 63) / 64 * 64; };
-        take(starts, a.experts + 1), take(tokens, rows), take(places, rows), take(ends, runs * a.count);
+        const int64_t groups = a.rounded ? a.tokens * a.first().groups : 0, each = groups ? Rounded(a.first()).each : 0;
+        take(starts, a.experts + 1), take(tokens, rows), take(places, rows), take(ends, runs * (a.count + 1));
         take(shares, rows), take(run, runs), take(calls, runs * width);
+        take(worths, each * groups), take(codes, groups ? groups * a.first().group : 0);
         bytes = at - a.memory;
     }
 };
@@ -180,6 +188,44 @@ struct GatherTasks {
     }
 };
 
+// Rounds the tokens to int8, as RoundTasks do.
+void round_tokens(const Experts& a, const ExpertMemory& to) {
+    Product p = a.first();
+    p.x = a.x, p.x_row = a.x_row, p.rows = a.tokens;
+    Rounded tiles(p);  // of one token each
+    tiles.worths = to.worths, tiles.quads = to.codes;
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1 && a.tokens * a.k > ALONE)
+    for (int64_t t = 0; t < a.tokens; t++)
+        for (int64_t g = 0; g < p.groups; g++) round_tile(p, tiles, t, 1, g);
+}
+
+// Copies the codes of tokens to the tiles that products read. A task is a tile of an expert.
+struct CodeTasks {
+    const ExpertRows& r;
+    const int64_t* const ends;
+    const int64_t count;
+
+    explicit CodeTasks(const ExpertRows& r) : r(r), ends(r.m.ends + r.a.count * r.m.runs), count(ends[r.runs - 1]) {}
+    int64_t numbers() const { return (r.high - r.low) * r.a.k / 4; }
+    void run(int64_t i) const {
+        const int64_t e = std::upper_bound(ends, ends + r.runs, i) - ends, t = i - (e ? ends[e - 1] : 0);
+        const Product& p = *(const Product*)(r.m.calls + e * r.a.steps[0].bytes);
+        const Rounded to(p);
+        const Tiles tiles(p);
+        const int64_t m = tiles.first(t), M = tiles.height(t), *tokens = r.m.tokens + r.low + r.m.run[e].first + m;
+        for (int64_t g = 0; g < p.groups; g++) {
+            float* worth = to.worth(m, M, g);
+            int8_t* codes = to.codes(m, M, g);
+            for (int64_t j = 0; j < M; j++)
+                for (int64_t k = 0; k < to.each; k++)
+                    worth[k * M + j] = r.m.worths[to.each * (tokens[j] * p.groups + g) + k];
+            for (int64_t q = 0; q < p.group; q += 4)
+                for (int64_t j = 0; j < M; j++, codes += 4)
+                    memcpy(codes, r.m.codes + (tokens[j] * p.groups + g) * p.group + q, 4);
+        }
+    }
+};
+
 // Adds the weighted results of a token's experts.
 struct WeighTasks {
     const ExpertRows& r;
@@ -234,6 +280,11 @@ void plan_steps(const ExpertRows& r) {
     const Experts& a = r.a;
     const ExpertAddress* addresses = a.addresses;
     char* calls = r.m.calls;
+    for (int64_t i = 0, tiles = 0, *ends = r.m.ends + a.count * r.m.runs; a.rounded && i < r.runs; i++) {
+        Product p = a.first();
+        p.rows = r.m.run[i].rows;
+        ends[i] = tiles += Tiles(p).count;
+    }
     for (int64_t s = 0; s < a.count; addresses += a.steps[s++].addresses) {
         const ExpertStep& step = a.steps[s];
         const int64_t runs = step.whole ? 1 : r.runs;
@@ -246,8 +297,9 @@ void plan_steps(const ExpertRows& r) {
             if (step.threads_at >= 0) memcpy(calls + step.threads_at, &threads, 4);
             for (const ExpertAddress* to = addresses; to < addresses + step.addresses; to++) {
                 const int64_t place = a.places && !step.whole ? a.places[run.expert] : run.expert;
-                const int64_t value = a.bases[to->base] + to->offset + to->row * run.first + to->place * place
-                                      + to->expert * run.expert;
+                const int64_t own = a.tables && place >= 0 ? a.tables[to->base * a.experts + place] : 0;
+                const int64_t start = own ? own : a.bases[to->base] + to->place * place;
+                const int64_t value = start + to->offset + to->row * run.first + to->expert * run.expert;
                 memcpy(calls + to->at, &value, 8);
             }
             with_expert_tasks({calls, step.kind, 0}, [&](const auto& tasks) { ends[i] = (i ? ends[i - 1] : 0) + tasks.count; });
@@ -257,6 +309,7 @@ void plan_steps(const ExpertRows& r) {
 
 // Calls f with the tasks of stage s: first the rows are gathered, then come the steps, and the sums.
 template <class F> INLINE void with_stage(const ExpertRows& r, int64_t s, F f) {
+    if (s == 0 && r.a.rounded) return f(CodeTasks(r));
     if (s == 0) return f(GatherTasks(r));
     if (s > r.a.count) return f(WeighTasks(r));
     const char* calls = r.m.calls;
@@ -292,6 +345,7 @@ void run_stages(const ExpertRows& r) {
 int64_t run_experts(const Experts& a) {
     const ExpertMemory memory(a);
     if (const int64_t bad = sort_rows(a, memory)) return bad;
+    if (a.rounded) round_tokens(a, memory);
     ExpertRows rows{a, memory, 0, 0, 0, true};
     auto compute = [&] {
         plan_steps(rows);

@@ -20,12 +20,15 @@ GATED = 1 << 10  # as in experts.h
 GATED_ACTS = ("sigmoid", "tanh", "erf", "relu", "relu squared")  # in the order of enum GatedAct of experts.h
 _WHOLE = {KINDS.index("narrow"), GATED}  # kinds of steps whose rows do not depend on experts, or on other rows
 _KEPT = 8 << 20  # bytes; most memory that stays from call to call, which the planner books (plan/sizes.py)
+_PLANS = 64  # numbers of tokens for which a call is kept
 _TOGETHER = 7 << 20  # bytes of rows that are computed at once, so that they stay in L3
 
 Gated = structs._struct("Gated", "experts.h")
 ExpertStep = structs._struct("ExpertStep", "experts.h")
 ExpertAddress = structs._struct("ExpertAddress", "experts.h")
 Experts = structs._struct("Experts", "experts.h")
+Route = structs._struct("Route", "route.h")
+SHARED = ("softmax", "sigmoids")  # in the order of enum Shared of route.h
 
 
 class ExpertGate(NamedTuple):
@@ -68,14 +71,49 @@ def gated(kernels: NativeKernels, gate: ExpertGate, x: Tensor) -> Tensor:
     return out
 
 
+class Routing(NamedTuple):
+    """How a token's experts follow from its logits: those of the largest ones. Their shares are, before they are
+    divided by their sum (`normalised`) and multiplied by `scale`, see `shared`."""
+
+    shared: str  # "softmax" of all logits, "sigmoids" of each
+    # The softmax of the chosen logits is that of all, normalised.
+    top: int  # number of experts of a token
+    normalised: bool = False
+    scale: float = 1.0
+
+    def route(self, kernels: NativeKernels, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts, int64, and their shares, fp32, both [tokens, top]. logits: fp32 [tokens, experts],
+        contiguous."""
+        shape = len(logits), self.top
+        chosen, shares = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)
+        call = self.call(logits, chosen, shares)
+        structs.bound(kernels.library, "route")(ctypes.addressof(call))
+        return chosen, shares
+
+    def call(self, logits: Tensor, chosen: Tensor, shares: Tensor) -> Any:
+        """Return a struct Route for tensors as of `route`."""
+        how = self.top, self.scale, SHARED.index(self.shared), self.normalised, torch.get_num_threads()
+        return Route(*(x.data_ptr() for x in (logits, chosen, shares)), *logits.shape, *how)
+
+
+class Apart:
+    """Matrices of experts that do not follow each other in memory. matrices: by place, contiguous, of one shape."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        self.matrices = tuple(matrices)
+        self.addresses = np.array([x.data_ptr() for x in matrices], dtype=np.int64)
+
+
 class Stacked(NamedTuple):
     """The matrices of one product of all experts."""
 
-    weight: Tensor  # [places, n, k], or [places, k, n] if `across`; encoded uint8 [places, bytes]
+    # [places, n, k], or [places, k, n] if `across`; encoded uint8 [places, bytes]; on the meta device with `apart`
+    weight: Tensor
     bias: Tensor | None  # fp32 [experts, n], contiguous
     form: Form | None  # of encoded matrices; its products are steps
     across: bool = False
     packed: bool = False  # whether plain matrices are reordered, each as by base.Kernels.pack
+    apart: "Apart | None" = None  # matrices that are anywhere in memory, instead of `weight`
 
     @property
     def format(self) -> tuple[Any, ...]:
@@ -84,8 +122,15 @@ class Stacked(NamedTuple):
         return *shape, self.bias is None, self.form, self.across, self.packed
 
     @property
+    def first(self) -> Tensor:
+        """The matrix of place 0."""
+        return self.apart.matrices[0] if self.apart else self.weight[0]
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        """What calls read. With `apart`, the first is the matrix of place 0."""
+        weight = self.apart.matrices[0][None] if self.apart else self.weight
+        return (weight,) if self.bias is None else (weight, self.bias)
 
 
 class ExpertMemory:
@@ -150,7 +195,9 @@ class ExpertCall:
         for number, x in enumerate(steps._made, len(given)):
             regions.append((x.data_ptr(), x.nbytes, number, x.nbytes, 0, 0))
         texts, calls, addresses, at = list[bytes](), list[Any](), list[Any](), 0
-        for call, kind, _ in steps._steps:
+        kinds = [KINDS[kind] if kind < len(KINDS) else "" for _, kind, _ in steps._steps[:2]]
+        self._rounded = kinds == ["round", "dots"]  # tokens are rounded once, not for each of their experts
+        for call, kind, _ in steps._steps[self._rounded :]:
             own = [_address_of(call, field[0], regions) for field in call._fields_ if field[1] is c_void_p]
             found = [entry for entry in own if entry is not None]
             addresses += found
@@ -171,6 +218,8 @@ class ExpertCall:
         self._text = ctypes.create_string_buffer(b"".join(texts))
         self._steps, self._addresses = (ExpertStep * len(calls))(*calls), (ExpertAddress * len(addresses))(*addresses)
         self._bases = np.zeros(len(given) + len(steps._made), dtype=np.int64)
+        self._tables = np.zeros((0, 0), dtype=np.int64)  # Experts.tables
+        self._plans = dict[tuple[int, ...], tuple[Any, Any, int]]()  # see `_planned`
 
     def run(
         self,
@@ -198,36 +247,92 @@ class ExpertCall:
         """
         given = [tensor.data_ptr() for matrix in matrices for tensor in matrix.tensors]
         experts = len(matrices[0].weight) if places is None else len(places)
+        call, offsets, needed = self._planned(len(x), chosen.shape[1], experts, torch.get_num_threads())
+        memory = self._memory.take(needed)
+        start = -(-memory.data_ptr() // ALIGNED) * ALIGNED
+        self._bases[: len(given)], self._bases[len(given) :] = given, start + offsets[:-1]
+        call.x, call.x_row, call.out, call.fresh = x.data_ptr(), x.stride(0), out.data_ptr(), fresh
+        call.chosen, call.shares, call.places = chosen.data_ptr(), shares.data_ptr(), address(places)
+        call.tables, call.memory = self._table(matrices, experts), start + int(offsets[-1])
+        call.inputs, call.outputs = (start + int(offsets[i]) for i in (self._input, self._output))
+        if bad := self._run(ctypes.addressof(call)):
+            raise IndexError(f"a router chose expert {int(chosen.view(-1)[bad - 1])} of {experts}")
+
+    def placed(
+        self, layers: Sequence[Sequence[Stacked]], x: Tensor, chosen: Tensor, shares: Tensor, out: Tensor
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Return an array of struct Experts, a row for each layer, which write to `out`, and what they refer to.
+
+        Args:
+            layers: the matrices of each layer, as for `run`.
+            x, chosen, shares, out: as for `run`.
+        """
+        given, experts = len(self._bases) - len(self._row_bytes), len(layers[0][0].weight)
+        call, offsets, needed = self._planned(len(x), chosen.shape[1], experts, torch.get_num_threads())
+        memory = self._memory.take(needed)
+        start = -(-memory.data_ptr() // ALIGNED) * ALIGNED
+        bases = np.empty((len(layers), len(self._bases)), dtype=np.int64)
+        bases[:, given:] = start + offsets[:-1]
+        bases[:, :given] = [[x.data_ptr() for matrix in layer for x in matrix.tensors] for layer in layers]
+        call.x, call.x_row, call.out, call.fresh = x.data_ptr(), x.stride(0), out.data_ptr(), True
+        call.chosen, call.shares, call.places, call.tables = chosen.data_ptr(), shares.data_ptr(), None, None
+        call.memory = start + int(offsets[-1])
+        call.inputs, call.outputs = (start + int(offsets[i]) for i in (self._input, self._output))
+        rows = np.tile(np.frombuffer(bytes(call), dtype=np.int64), (len(layers), 1))
+        number = np.arange(len(layers))
+        rows[:, Experts.bases.offset // 8] = bases.ctypes.data + number * bases.strides[0]
+        tables = np.zeros((0, 0, 0), dtype=np.int64)
+        if any(matrix.apart for layer in layers for matrix in layer):
+            tables = np.zeros((len(layers), len(self._bases), experts), dtype=np.int64)
+            for table, layer in zip(tables, layers, strict=True):
+                _fill_table(table, layer)
+            rows[:, Experts.tables.offset // 8] = tables.ctypes.data + number * tables.strides[0]
+        return rows, (bases, tables, memory)
+
+    def _planned(self, tokens: int, top: int, experts: int, threads: int) -> tuple[Any, Any, int]:
+        """Return an Experts without addresses of tensors, where rows and the call's own memory begin in a block, and
+        the bytes of the block."""
+        key = tokens, top, experts, threads
+        if (found := self._plans.get(key)) is not None:
+            return found
         call = Experts(
-            x=x.data_ptr(),
-            chosen=chosen.data_ptr(),
-            shares=shares.data_ptr(),
-            places=address(places),
-            out=out.data_ptr(),
             calls=ctypes.addressof(self._text),
             steps=ctypes.addressof(self._steps),
             addresses=ctypes.addressof(self._addresses),
             bases=self._bases.ctypes.data,
-            tokens=len(x),
-            top=chosen.shape[1],
+            tokens=tokens,
+            top=top,
             experts=experts,
             k=self.columns,
             n=self.rows,
-            x_row=x.stride(0),
-            capacity=_capacity(len(x), chosen.shape[1], sum(self._row_bytes)),
+            capacity=_capacity(tokens, top, sum(self._row_bytes)),
             count=len(self._steps),
-            threads=torch.get_num_threads(),
-            fresh=fresh,
+            threads=threads,
+            rounded=self._rounded,
         )
         offsets = np.cumsum([0, *(-(-size * call.capacity // ALIGNED) * ALIGNED for size in self._row_bytes)])
+        if len(self._plans) >= _PLANS:
+            self._plans.clear()
         needed = self._bytes(ctypes.addressof(call)) + int(offsets[-1]) + ALIGNED
-        memory = self._memory.take(needed)
-        start = -(-memory.data_ptr() // ALIGNED) * ALIGNED
-        self._bases[: len(given)], self._bases[len(given) :] = given, start + offsets[:-1]
-        call.inputs, call.outputs = (start + int(offsets[i]) for i in (self._input, self._output))
-        call.memory = start + int(offsets[-1])
-        if bad := self._run(ctypes.addressof(call)):
-            raise IndexError(f"a router chose expert {int(chosen.view(-1)[bad - 1])} of {experts}")
+        self._plans[key] = made = call, offsets, needed
+        return made
+
+    def _table(self, matrices: Sequence[Stacked], experts: int) -> int | None:
+        """Return the address of Experts.tables; None if all matrices follow each other."""
+        if not any(matrix.apart for matrix in matrices):
+            return None
+        if self._tables.shape[1] != experts:
+            self._tables = np.zeros((len(self._bases), experts), dtype=np.int64)
+        _fill_table(self._tables, matrices)
+        return int(self._tables.ctypes.data)
+
+
+def _fill_table(table: Any, matrices: Sequence[Stacked]) -> None:
+    """Write the addresses of matrices that do not follow each other. table: int64 [bases, experts]."""
+    number = 0
+    for matrix in matrices:
+        table[number] = matrix.apart.addresses if matrix.apart else 0
+        number += len(matrix.tensors)
 
 
 def _capacity(tokens: int, top: int, row_bytes: int) -> int:
@@ -237,7 +342,7 @@ def _capacity(tokens: int, top: int, row_bytes: int) -> int:
 
 
 def _product(steps: Steps, x: Tensor, matrix: Stacked, compute: base.Compute | None) -> Tensor:
-    weight, bias = matrix.weight[0], None if matrix.bias is None else matrix.bias[0]
+    weight, bias = matrix.first, None if matrix.bias is None else matrix.bias[0]
     if matrix.form is not None:
         return steps.product(x, weight, matrix.form, bias, compute)
     rounding: base.Compute | None = "bf16" if compute == "bf16" and weight.dtype == torch.bfloat16 else None

@@ -87,12 +87,18 @@ class RecordedSteps:
         """Run the steps once for each argument, one after the other. addresses: of the arguments, then of contiguous
         memory for the results, then of the block, at a multiple of 64. The arguments have the shapes, strides and
         dtypes of the recorded ones."""
+        steps = self.placed(*addresses)
+        self._run(steps.ctypes.data, len(steps), self._threads)
+
+    def placed(self, *addresses: Sequence[int]) -> Any:
+        """Return an array of struct Step, one row each, all for the first argument first. It is overwritten by the next
+        call with as many arguments. addresses: as for `run`."""
         bases = np.array(addresses, dtype=np.int64)
         if (found := self._arrays.get(len(bases))) is None:
             found = self._arrays[len(bases)] = self._repeated(len(bases))
         steps, copies = found
         copies[:, self._slots] = bases[:, self._bases] + self._offsets
-        self._run(steps.ctypes.data, len(steps), self._threads)
+        return steps
 
     def _repeated(self, times: int) -> tuple[Any, Any]:
         """Return the array of Step, one row each, and the structs that they point to, [times, words]."""
@@ -132,9 +138,13 @@ class Steps:
 
     def run(self) -> None:
         """Run the steps."""
-        steps = [structs.Step(ctypes.addressof(call), kind, beside) for call, kind, beside in self._steps]
-        calls = (structs.Step * len(steps))(*steps)
+        calls = self.array()
         self._run(ctypes.addressof(calls), len(calls), self._threads)
+
+    def array(self) -> Any:
+        """Return the steps as an array of struct Step."""
+        steps = [structs.Step(ctypes.addressof(call), kind, beside) for call, kind, beside in self._steps]
+        return (structs.Step * len(steps))(*steps)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor that steps write."""
@@ -291,20 +301,11 @@ class Steps:
         out = self.new(x.shape) if out is None else out
         angle_row = 0 if cos is None else cos.stride(0)
         extra_row = 0 if extra is None or len(extra) == 1 else extra.stride(0)
+        turned = 0 if cos is None else cos.shape[1]
+        strides = x.stride(0), x.stride(1), out.stride(0), out.stride(1), angle_row, extra_row
         call = structs.Rotate(
             *(address(y) for y in (x, cos, sin, extra, out)),
-            *(
-                *x.shape,
-                0 if cos is None else cos.shape[1],
-                out.shape[2],
-                x.stride(0),
-                x.stride(1),
-                out.stride(0),
-                out.stride(1),
-                angle_row,
-                extra_row,
-            ),
-            PAIRINGS.index(pairing),
+            *(*x.shape, turned, out.shape[2], *strides, PAIRINGS.index(pairing)),
         )
         self._add("rotate", call, (x, cos, sin, extra, out), beside)
         return out

@@ -4,7 +4,7 @@ What the call does not compute (another gate, a norm after an expert, 16-bit act
 passes that are watched) is computed one expert after the other, in the same order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,8 @@ from flexengine.model.linear import Product, unwatched
 
 EXPERTS, GROUPED = "flexengine", "grouped_mm"
 _calls: WeakKeyDictionary[Product, "_Calls"] = WeakKeyDictionary()
+# By module, what `native_experts` has returned last, and for what.
+_kept: WeakKeyDictionary[Any, "tuple[tuple[Any, ...], NativeExperts | None]"] = WeakKeyDictionary()
 
 
 class _Calls(NamedTuple):
@@ -33,7 +35,9 @@ class _Calls(NamedTuple):
 
 
 def release(product: Product) -> None:
-    """Drop the memory that native calls keep for the experts of a model. product: of the model."""
+    """Drop the tensors that native calls keep for the experts of a model. product: of the model."""
+    for module in [module for module in _kept if module.product is product]:
+        del _kept[module]
     if (calls := _calls.get(product)) is not None:
         calls.memory.release()
 
@@ -103,27 +107,56 @@ class NativeExperts(NamedTuple):
             self.call.run(self.matrices, x, chosen.contiguous(), weights.float().contiguous(), out, places, fresh)
 
 
+def placed(
+    layers: Sequence[NativeExperts], hidden: Tensor, chosen: Tensor, weights: Tensor, out: Tensor
+) -> tuple[list[int], list[Any]]:
+    """Return the address of a struct Experts for each layer, and what must stay in memory. Other arguments as of
+    NativeExperts.add; contiguous."""
+    addresses, kept = [0] * len(layers), list[Any]()
+    for call in {id(layer.call): layer.call for layer in layers}.values():
+        own = [number for number, layer in enumerate(layers) if layer.call is call]
+        rows, more = call.placed([layers[number].matrices for number in own], hidden, chosen, weights, out)
+        kept += [rows, more]
+        for place, number in enumerate(own):
+            addresses[number] = rows.ctypes.data + place * rows.strides[0]
+    return addresses, kept
+
+
 def native_experts(module: Any, hidden: Tensor) -> NativeExperts | None:
     """Return the native call of a module's experts; None if it does not compute them."""
     if hidden.device.type != "cpu" or hidden.dtype != torch.float32 or "watch" in module.__dict__:
         return None
-    native, product = kernels.load(), module.product
+    native, product, own = kernels.load(), module.product, module.__dict__
     if not isinstance(native, NativeKernels) or product.dtype != torch.float32:
         return None
-    with unwatched():
-        own = module.__dict__
-        if "native_gate" not in own:
-            own["native_gate"] = None if _has_norm(module) else find_gate(module, native)
-        gate: ExpertGate | None = own["native_gate"]
-        first, last = _stacked(module, "gate_up_proj" if module.has_gate else "up_proj"), _stacked(module, "down_proj")
-        if gate is None or first is None or last is None:
-            return None
-        if (calls := _calls.get(product)) is None:
-            calls = _calls[product] = _Calls({}, ExpertMemory())
-        key = (first.format, last.format, gate, product.compute, native)
-        if (call := calls.formats.get(key)) is None:
-            call = calls.formats[key] = ExpertCall(native, first, gate, last, product.compute, calls.memory)
-        return NativeExperts(call, (first, last))
+    names, packed, forms = _names(module), own.get("packed", ()), getattr(module, "forms", {})
+    bound = [module._parameters.get(part) for name in names for part in (name, f"{name}_bias")]
+    now = (native, *bound, product.compute, *map(forms.get, names), *(name in packed for name in names))
+    if (kept := _kept.get(module)) is None or any(a is not b for a, b in zip(kept[0], now, strict=True)):
+        with unwatched():
+            kept = _kept[module] = now, _native(module, native, product)
+    return kept[1]
+
+
+def _names(module: Any) -> tuple[str, str]:
+    """Return the names of the matrices of the first and of the last product."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def _native(module: Any, native: NativeKernels, product: Product) -> NativeExperts | None:
+    own = module.__dict__
+    if "native_gate" not in own:
+        own["native_gate"] = None if _has_norm(module) else find_gate(module, native)
+    gate: ExpertGate | None = own["native_gate"]
+    first, last = (_stacked(module, name) for name in _names(module))
+    if gate is None or first is None or last is None:
+        return None
+    if (calls := _calls.get(product)) is None:
+        calls = _calls[product] = _Calls({}, ExpertMemory())
+    key = (first.format, last.format, gate, product.compute, native)
+    if (call := calls.formats.get(key)) is None:
+        call = calls.formats[key] = ExpertCall(native, first, gate, last, product.compute, calls.memory)
+    return NativeExperts(call, (first, last))
 
 
 def _has_norm(module: Any) -> bool:
@@ -134,6 +167,9 @@ def _stacked(module: Any, name: str) -> Stacked | None:
     """Return the matrices of one product; None if the native kernels do not read them."""
     weight, form = getattr(module, name).data, getattr(module, "forms", {}).get(name)
     bias = getattr(module, f"{name}_bias").data.float().contiguous() if module.has_bias else None
+    if (apart := module.__dict__.get("apart", {}).get(name)) is not None:
+        fits = bias is None or bias.device.type == "cpu"
+        return Stacked(weight, bias, None, module.is_transposed, apart=apart) if fits else None
     fits = weight.device.type == "cpu" and (bias is None or bias.device.type == "cpu")
     if form is not None:
         fits, across = fits and form.in_steps and weight.dtype == torch.uint8 and weight.stride(-1) == 1, False
@@ -174,9 +210,10 @@ def add_expert(
         row: its row in the stacked matrices.
     """
     tokens = picked // weights.shape[-1]
-    x = _one(module, hidden[tokens], "gate_up_proj" if module.has_gate else "up_proj", expert, row)
+    up, down = _names(module)
+    x = _one(module, hidden[tokens], up, expert, row)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = _one(module, x, "down_proj", expert, row)
+    x = _one(module, x, down, expert, row)
     if _has_norm(module):
         x = module.post_expert_norm(x)
     x = x * weights.reshape(-1)[picked, None]
@@ -184,7 +221,8 @@ def add_expert(
 
 
 def _one(module: Any, x: Tensor, name: str, expert: int, row: int) -> Tensor:
-    weight, form = getattr(module, name)[row], getattr(module, "forms", {}).get(name)
+    apart, form = module.__dict__.get("apart", {}).get(name), getattr(module, "forms", {}).get(name)
+    weight = getattr(module, name)[row] if apart is None else apart.matrices[row]
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     if watch := module.__dict__.get("watch"):  # see encoding.ImportanceRecorder
         watch[name](expert, x)

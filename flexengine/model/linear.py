@@ -97,6 +97,9 @@ class FastConv1D(Conv1D):  # type: ignore[misc]
         return self.product(x, self.weight.t() if form is None else self.weight, self.bias, form)
 
 
+READS = {"by_rows", "block"}  # attributes of experts that are read when they are chosen
+
+
 def is_experts(module: nn.Module) -> bool:
     """Return whether `module` is a mixture of experts whose implementation can be chosen in transformers."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "down_proj")

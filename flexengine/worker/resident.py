@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from flexengine import kernels
 from flexengine.activity import advance
+from flexengine.model.skeleton import ParamRef
 from flexengine.plan.layout import COPYING, PASSING, Layout
 from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions, part_of, spread
 
+TURNED = 4 << 20  # bytes; most memory outside the ledgers for a matrix that is transposed
 BATCH_BYTES = 128 << 20  # read by one task; an interrupted job waits for its end
 
 
@@ -48,6 +51,7 @@ class ResidentReads:
         self._planned: dict[int, list[ResidentRead | DiskCopy]] = {}
         self._batches: dict[int, deque[list[ResidentRead | DiskCopy]]] = {}
         self.loaded_bytes = 0
+        self.kept_bytes = 0  # of weights that are not read, as they stay in the page cache
 
     def into_memory(self, unit: int, sources: Sequence[Region], target: Tensor) -> None:
         """Plan to read a tensor of a unit into memory."""
@@ -80,7 +84,7 @@ class ResidentReads:
     @property
     def missing(self) -> float:
         """Fraction of all bytes that is not read yet."""
-        return (pending := self.pending_bytes) / max(1, pending + self.loaded_bytes)
+        return (pending := self.pending_bytes) / max(1, pending + self.loaded_bytes + self.kept_bytes)
 
     def load_resident(self, unit: int) -> None:
         """Make the reads of the unit's next batch. Raise BadCheckpoint if a file ends early."""
@@ -147,3 +151,33 @@ def batches_of(items: Iterable[ResidentRead | DiskCopy]) -> list[list[ResidentRe
         batches[-1].append(copy)
         room -= copy.target.nbytes
     return batches
+
+
+def pack_resident(param: ParamRef, weight: Tensor) -> None:
+    """Reorder a weight that only products read, and note it in its module. Matrices of experts that are stored as
+    [in, out] are transposed before, unless that takes more than TURNED bytes; kernels also read them as they are."""
+    pack = kernels.load().pack
+    if param.linear:
+        param.module.packed = pack(weight)  # type: ignore[assignment]
+        return
+    count, rows, columns, across = param.matrix or (0, 0, 0, False)
+    for matrix, own in zip(weight, weight.view(count, rows, columns), strict=True) if count else ():
+        if across and matrix.nbytes > TURNED:
+            return
+        if across:
+            matrix = matrix.t().contiguous()
+        if not pack(matrix):
+            return
+        if across:
+            own.copy_(matrix)
+    if count:
+        param.module.__dict__.setdefault("packed", set()).add(param.name)
+
+
+def note_plain(param: ParamRef) -> None:
+    """Note in the module that a weight is not reordered."""
+    if param.linear:
+        param.module.packed = False  # type: ignore[assignment]
+    elif param.matrix is not None:
+        for name in ("packed", "apart"):
+            param.module.__dict__.pop(name, None)

@@ -1,31 +1,33 @@
 """Weights of a job: resident ones are read once, streamed ones pass through slots, the head in chunks of rows."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flexengine import kernels
 from flexengine.activity import activity
 from flexengine.codec.forms import Form, WeightFormat
 from flexengine.model.forward import pausing_layers
 from flexengine.model.native.layer import release
-from flexengine.model.skeleton import ParamRef, Skeleton
+from flexengine.model.skeleton import Skeleton
 from flexengine.places import DEVICE, DISK, off_device, place_of
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
 from flexengine.schedule.batches import Batch, continues
-from flexengine.tier.base import Region
+from flexengine.tier.base import Region, aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Mover, Regions, Transfer, part_of, spread
-from flexengine.worker.resident import ResidentReads
+from flexengine.worker.resident import ResidentReads, note_plain, pack_resident
+
+if TYPE_CHECKING:
+    from flexengine.worker.in_place import InPlace
 
 PAIRS = "flexengine.model.row_pairs"  # imported if a GGUF file has rows in pairs
-TURNED = 4 << 20  # bytes; most memory outside the ledgers for a matrix that is transposed
 Pieces = list[Region]  # the bytes of a tensor, in order
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # by name of a tensor: pieces and shape
 Pair = tuple[Region, Tensor]  # source and target of a read
@@ -43,7 +45,9 @@ class Weights:
         arrived: whether all resident weights are read. Any thread may read it.
     """
 
-    def __init__(self, opened: OpenModel, layout: Layout, machine: Machine) -> None:
+    def __init__(self, opened: OpenModel, layout: Layout, machine: Machine, in_place: bool = False) -> None:
+        """Make room for the weights. in_place: whether those that the page cache holds stay there, if it holds all; see
+        worker/in_place.py."""
         skeleton = opened.skeleton
         self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, opened.dtype
         self._stored, self._held, self._forms = opened.prepare_weights(), opened.held, opened.forms
@@ -51,6 +55,10 @@ class Weights:
         self._pieces: dict[str, Pieces] = {}  # by name, on the tensor's tier
         self._resident: dict[str, Tensor] = {}
         self._pairs: dict[str, tuple[int, int]] = {}  # by name, `Origin.pairs`
+        self._own: Mapping[str, InPlace] = {}  # by name, weights that stay where they are
+        if in_place:
+            find = resolve_name("flexengine.worker.in_place:find_in_place")
+            self._own = find(skeleton, layout, self._stored, self._held)
         try:
             self.arrivals = ResidentReads(machine, self._regions, layout)
             self._make_room()
@@ -75,6 +83,11 @@ class Weights:
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._mover = Mover(machine)
         self._bound: dict[int, int] = {}  # by layer: the slot that its modules use
+
+    @property
+    def in_place(self) -> bool:
+        """Whether weights stay in the page cache."""
+        return bool(self._own)
 
     @property
     def streamed(self) -> list[tuple[str, ...]]:
@@ -112,8 +125,8 @@ class Weights:
         # Reorder the layer's weights for the CPU's products; with 16-bit activations, torch multiplies.
         if complete and self.machine.compute.type == "cpu" and self.skeleton.product.dtype == torch.float32:
             for name, param in self.skeleton.layers[unit].items():
-                if name in self._resident and name not in self._forms:
-                    _pack(param, self._resident[name])
+                if name in self._resident and name not in self._forms and name not in self._own:
+                    pack_resident(param, self._resident[name])
         self.arrived = not self.arrivals.units
 
     def load_all_resident(self) -> None:
@@ -140,6 +153,11 @@ class Weights:
             unit = head if name == self.skeleton.head[0] != self.skeleton.embedding[0] else units.get(name, first)
             dtype = self._held[name] if tier == "device" else stored.dtype
             nbytes = stored.nbytes // stored.dtype.itemsize * dtype.itemsize
+            if name in self._own:
+                self._regions.keep_room(tier, aligned(nbytes), "weights")
+                self.arrivals.kept_bytes += nbytes
+                self._pieces[name], self._resident[name] = source, _parameter(self._own[name].tensor)
+                continue
             region = self._regions.take(tier, nbytes, "weights", dtype)
             self._pieces[name] = [region]
             if further:
@@ -153,10 +171,13 @@ class Weights:
 
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
+            for param in layer.values():
+                note_plain(param)
             for name, param in layer.items():
-                _unpacked(param)
                 if name in self._resident:
                     param.bind(self._resident[name])
+                if name in self._own and (apart := self._own[name].apart) is not None:
+                    param.module.__dict__.setdefault("apart", {})[param.name] = apart
         if self.machine.compute.type != "cpu":
             for module in self.skeleton.model.modules():
                 for key, buffer in module._buffers.items():
@@ -306,12 +327,13 @@ class Weights:
         for group in (*self.skeleton.layers, self.skeleton.others):
             for param in group.values():
                 param.bind(_parameter(torch.empty(param.shape, dtype=self.dtype, device="meta")))
-                _unpacked(param)  # the next job may read these experts on demand
+                note_plain(param)  # the next job may read these experts on demand
         release(self.skeleton.model)
         if self.skeleton.experts:
             resolve_name("flexengine.model.experts:release")(self.skeleton.product)
         self.arrivals.close()
         self._regions.free()
+        self._own = {}
         for held in (self._pieces, self._resident, self._views, self._in_slot, self._slots, self._stages):
             held.clear()
 
@@ -324,35 +346,6 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive numbers, as (first, last + 1). numbers: rising."""
     starts = [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1] + 1]
     return [(numbers[low], numbers[high - 1] + 1) for low, high in pairwise([*starts, len(numbers)])]
-
-
-def _pack(param: ParamRef, weight: Tensor) -> None:
-    """Reorder a weight that only products read, and note it in its module. Matrices of experts that are stored as
-    [in, out] are transposed before, unless that takes more than TURNED bytes; kernels also read them as they are."""
-    pack = kernels.load().pack
-    if param.linear:
-        param.module.packed = pack(weight)  # type: ignore[assignment]
-        return
-    count, rows, columns, across = param.matrix or (0, 0, 0, False)
-    for matrix, own in zip(weight, weight.view(count, rows, columns), strict=True) if count else ():
-        if across and matrix.nbytes > TURNED:
-            return
-        if across:
-            matrix = matrix.t().contiguous()
-        if not pack(matrix):
-            return
-        if across:
-            own.copy_(matrix)
-    if count:
-        param.module.__dict__.setdefault("packed", set()).add(param.name)
-
-
-def _unpacked(param: ParamRef) -> None:
-    """Note in the module that a weight is not reordered."""
-    if param.linear:
-        param.module.packed = False  # type: ignore[assignment]
-    elif param.matrix is not None:
-        param.module.__dict__.pop("packed", None)
 
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:

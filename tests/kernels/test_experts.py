@@ -1,16 +1,21 @@
 """All experts of a layer in one call, against float64 formulas, and by row whatever rows share the call."""
 
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from flexengine.codec.forms import Form, make_form
+from flexengine.codec.gguf_blocks import BLOCKS
 from flexengine.kernels import base, experts
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.experts import ExpertCall, ExpertGate, Stacked, gated
+from flexengine.kernels.experts import Apart, ExpertCall, ExpertGate, Stacked, gated
+from flexengine.model.router import MIXTURE
 from tests.helpers.builds import NATIVE, kernels_named
+from tests.helpers.gguf_blocks import random_blocks
 
 EXPERTS, TOP = 6, 2
 SILU = ExpertGate("sigmoid")
@@ -53,7 +58,10 @@ def matrices(kind: str, n: int, k: int, bias: bool, across: bool = False) -> tup
         held = w.transpose(1, 2).contiguous() if across else w
         return Stacked(held, b, None, across), w.double()
     form: Form = make_form(kind, n, k)
-    data = torch.stack([form.encode(x) for x in w])
+    if kind in BLOCKS:
+        data = random_blocks(kind, EXPERTS * form.nbytes // BLOCKS[kind].nbytes).view(EXPERTS, -1)
+    else:
+        data = torch.stack([form.encode(x) for x in w])
     return Stacked(data, b, form, False), torch.stack([form.dequantize(x) for x in data]).double()
 
 
@@ -169,6 +177,58 @@ def test_parts_add_up_to_the_same_bits(native: NativeKernels, monkeypatch: pytes
         places[some] = where[some]
         call.run(moved, x, chosen, shares, out, places, fresh=False)
     assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "q4_0", "q5_1", "q8_0", "q4_k", "q6_k"])
+def test_int8_products_are_those_of_each_expert(native: NativeKernels, kind: str) -> None:
+    """Bit by bit, although the call rounds a token once for all its experts."""
+    up, down = matrices(kind, 512, 512, False)[0], matrices(kind, 512, 256, False)[0]
+    assert up.form is not None
+    assert down.form is not None
+    x, (chosen, shares) = torch.randn(70, 512), routed(70)
+    out = torch.zeros(70, 512)
+    for expert in range(EXPERTS):
+        tokens, place = (chosen == expert).nonzero(as_tuple=True)
+        y = native.product(x[tokens], up.weight[expert], up.form, None, "int8")
+        y = native.product(gated(native, SILU, y), down.weight[expert], down.form, None, "int8")
+        out[tokens] += y * shares[tokens, place, None]
+    assert torch.equal(run(ExpertCall(native, up, SILU, down, "int8"), (up, down), x, chosen, shares), out)
+
+
+def anywhere(stacked: Stacked) -> Stacked:
+    """The same matrices, each in memory of its own."""
+    copies = [matrix.clone() for matrix in stacked.weight]
+    return stacked._replace(weight=stacked.weight.to("meta"), apart=Apart(copies))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_matrices_anywhere_in_memory(native: NativeKernels, bias: bool) -> None:
+    up, down = (matrices("bfloat16", *shape, bias=bias)[0] for shape in ((96, 64), (64, 48)))
+    call, x, (chosen, shares) = ExpertCall(native, up, SILU, down, None), torch.randn(50, 64), routed(50)
+    whole = run(call, (up, down), x, chosen, shares)
+    for pair in ((anywhere(up), down), (up, anywhere(down)), (anywhere(up), anywhere(down)), (up, down)):
+        assert torch.equal(run(call, pair, x, chosen, shares), whole)
+        assert torch.equal(run(ExpertCall(native, pair[0], SILU, pair[1], None), pair, x, chosen, shares), whole)
+
+
+def test_layers_after_each_other(native: NativeKernels) -> None:
+    """Structs of several layers at once, with matrices that follow each other or do not; each gives what `run` does."""
+    layers = [tuple(matrices("bfloat16", *shape, bias=False)[0] for shape in ((96, 64), (64, 48))) for _ in range(3)]
+    layers[1] = (anywhere(layers[1][0]), layers[1][1])
+    call, x, (chosen, shares) = ExpertCall(native, *_with_gate(layers[0])), torch.randn(9, 64), routed(9)
+    expected, out = [run(call, layer, x, chosen, shares) for layer in layers], torch.full((9, 64), torch.nan)
+    rows, kept = call.placed(layers, x, chosen, shares, out)
+    for row, wanted in zip(rows, expected, strict=True):
+        native.run_items(np.array([[row.ctypes.data, MIXTURE, 1]]))
+        assert torch.equal(out, wanted)
+    del kept
+    chosen[4, 1] = EXPERTS
+    with pytest.raises(IndexError, match="an expert that its layer does not have"):
+        native.run_items(np.array([[rows[0].ctypes.data, MIXTURE, 1]]))
+
+
+def _with_gate(layer: tuple[Stacked, ...]) -> Any:
+    return layer[0], SILU, layer[1], None
 
 
 def test_no_expert_is_computed(native: NativeKernels) -> None:

@@ -9,7 +9,10 @@ from transformers import LlamaConfig
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.codec.gguf_blocks import BLOCKS
+from flexengine.engine import core
 from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.kernels import load
+from flexengine.kernels.cpu import NativeKernels
 from flexengine.lossy import Lossy
 from flexengine.model import gguf_header
 from flexengine.model.checkpoint import read_checkpoint
@@ -19,6 +22,7 @@ from flexengine.model.source import resolve
 from flexengine.shell.commands import verify as command
 from flexengine.shell.commands.verify import verified
 from flexengine.shell.explain.formats import form_words
+from flexengine.worker import in_place
 from flexengine.worker.open_model import open_model
 from tests.helpers.families import prompts_of, reference
 from tests.helpers.gguf_blocks import random_blocks, special_blocks
@@ -80,6 +84,32 @@ def test_tokens_are_those_of_transformers_wherever_weights_lie(tmp_path, family)
     expected = reference(model, PROMPTS, NEW)
     assert len({tuple(row) for row in expected}) == len(PROMPTS)
     assert tokens_everywhere(path, tmp_path) == [expected] * (len(POLICIES) + 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "first", "last"), [
+    ("qwen3moe", Q.Q8_0, Q.Q5_0), ("qwen3moe", Q.BF16, Q.BF16), ("olmoe", Q.Q4_0, Q.Q4_1),
+])  # fmt: skip
+def test_layers_with_experts_are_one_call(tmp_path, monkeypatch, family, first, last):
+    """In decode, also if experts of one layer have other types than those of the next, as in files of llama.cpp."""
+    if not isinstance(load(), NativeKernels):
+        pytest.skip("no native kernels")
+    monkeypatch.setattr(core, "MANY_BYTES", 1)
+    monkeypatch.setattr(in_place, "SMALL", 1)
+    monkeypatch.setattr(in_place, "_cached", lambda path: True)
+    calls, run = [], NativeKernels.run_items
+    monkeypatch.setattr(NativeKernels, "run_items", lambda own, items: (calls.append(len(items)), run(own, items)))
+
+    def kind(name):
+        if "exps" in name or "experts" in name:
+            return first if ".0." in name else last
+        return kind_of(name)
+
+    path, model = made(tmp_path / "m.gguf", family, kind)
+    policy = Policy(gpu_batch_size=2, num_gpu_batches=1)
+    assert tokens_of(path, device="cpu", policy=policy, dtype="float32") == reference(model, PROMPTS, NEW)
+    assert max(calls) == 4 * 2  # steps, choice, experts and sum of both layers
+    assert len(calls) >= NEW - 1
 
 
 @pytest.mark.slow

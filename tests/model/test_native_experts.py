@@ -17,7 +17,7 @@ from flexengine.model.gates import find_gate
 from flexengine.model.linear import Product, use_product
 from flexengine.model.skeleton import ParamRef
 from flexengine.plan.sizes import EXPERTS_KEPT
-from flexengine.worker import weights
+from flexengine.worker import resident
 
 HIDDEN, INNER, EXPERTS, TOP = 48, 36, 5, 2
 SIZES = {
@@ -161,12 +161,12 @@ def test_reordered_matrices_give_the_same_bits(name: str, dtype: torch.dtype) ->
     before = [(module(*some), one_by_one(module, *some)) for _, some in given]
     matrices = [ParamRef(module, n, tuple(p.shape)) for n, p in module.named_parameters() if p.dim() == 3]
     for param in matrices:
-        weights._pack(param, param.holder[param.name].data)
+        resident.pack_resident(param, param.holder[param.name].data)
     assert module.packed == {param.name for param in matrices}
     for (_, some), (together, single) in zip(given, before, strict=True):
         assert torch.equal(module(*some), together)
         assert torch.equal(one_by_one(module, *some), single)
-    weights._unpacked(matrices[0])
+    resident.note_plain(matrices[0])
     assert "packed" not in module.__dict__
 
 
@@ -182,12 +182,12 @@ def test_large_matrices_across_stay_as_they_are(monkeypatch: pytest.MonkeyPatch)
     module, _ = made("gpt_oss.modeling_gpt_oss:GptOssExperts", hidden_size=70, intermediate_size=72)
     param = ParamRef(module, "gate_up_proj", tuple(module.gate_up_proj.shape))
     before = module.gate_up_proj.data.clone()
-    monkeypatch.setattr(weights, "TURNED", before[0].nbytes - 1)
-    weights._pack(param, module.gate_up_proj.data)
+    monkeypatch.setattr(resident, "TURNED", before[0].nbytes - 1)
+    resident.pack_resident(param, module.gate_up_proj.data)
     assert torch.equal(module.gate_up_proj.data, before)
     assert "packed" not in module.__dict__
-    monkeypatch.setattr(weights, "TURNED", before[0].nbytes)
-    weights._pack(param, module.gate_up_proj.data)
+    monkeypatch.setattr(resident, "TURNED", before[0].nbytes)
+    resident.pack_resident(param, module.gate_up_proj.data)
     assert module.packed == {"gate_up_proj"}
 
 

@@ -102,7 +102,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = CudaKernels(fused=False)
     monkeypatch.setattr(kernels, "load_for", lambda device: plain)
     monkeypatch.setattr(experts, "has_grouped_product", lambda x: True)
-    monkeypatch.setattr(weights, "_pack", lambda param, weight: None)  # a GPU's weights keep their order
+    monkeypatch.setattr(weights, "pack_resident", lambda param, weight: None)  # a GPU's weights keep their order
     # Skeletons are not shared with other tests: under the watch, trials of native layers fail.
     monkeypatch.setattr(open_model, "build", build)
     monkeypatch.setattr(reference, "check_pages", lambda pages, room: None)  # on a GPU tables are trusted

@@ -15,6 +15,7 @@ passes that watch or replace modules use the modules.
 """
 
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, cast
 
 import greenlet
@@ -27,11 +28,13 @@ from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.steps import RecordedSteps, Steps
 from flexengine.model.forward import Attend, PausingLayer, attend, this_pass
-from flexengine.model.linear import FastConv1D, FastLinear, unwatched
+from flexengine.model.linear import READS, FastConv1D, FastLinear, unwatched
 from flexengine.model.native.kind import LayerKind
 from flexengine.model.native.parts import HeadSizes, LayerSteps, widths
 
+KEPT_ROWS = 64  # most rows of which queries, keys and values keep their memory while a module runs
 MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on two cores: Ctrl-C waits for its end
+Whole = Sequence[tuple["NativeLayer", PagedAttention]]  # layers, one after the other, and their pages
 
 
 class BoundWeights(NamedTuple):
@@ -64,13 +67,20 @@ class NativeLayer:
         dim = event.q.shape[-1] - record.alibi
         self.sizes = HeadSizes(event.q.shape[1], event.k.shape[1], dim, event.v.shape[-1])
         self.options = AttentionOptions(event.scale * record.factor, event.window, event.softcap)
-        inside = {m for block in self.blocks for m in block.modules()}
-        modules = [m for m in layer.modules() if m not in inside]
+        self._inside = [m for block in self.blocks for m in block.modules()]
+        modules = [m for m in layer.modules() if m not in self._inside]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._forwards = [(m.__dict__, m.__dict__.get("forward")) for m in modules]
         self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        # Whether the layer's output is the sum after attention plus the output of the block.
+        self.adds = record.post[1] is None and record.closing[1] is None and record.factors[1] == 1.0
         self._linear: list[Any] = [module(path) for path in record.linear]
         norms = [module(path) for path in dict.fromkeys(norm.path for norm in record.used)]
+        # A block whose router is part of the call, and whose experts need no module; None if the module must run.
+        self.mixture: Any = None
+        if len(self.blocks) == 1 and record.norms[1] is not None and not record.shared:
+            self.mixture = resolve_name("flexengine.model.router:use_routing")(self.blocks[0], kind)
+        norms += [self.mixture.router] if self.mixture else []
         self._norms = [m._parameters for m in norms]
         self._parameters = [(m._parameters, name) for m in (*self._linear, *norms) for name in m._parameters]
         if record.sinks:
@@ -125,19 +135,18 @@ class NativeLayer:
         with unwatched():
             x = hidden[0].contiguous()
             given = self._given(positions, len(x))
-            if layers := self._together(len(x)):
-                results = self._layers(x, given, layers)
-            else:
-                # The rows whose output is computed; None for all, as when over half of them have logits.
-                keep = this_pass().inputs.keep if self.last else None
-                if keep is not None and 2 * len(keep) > len(x):
-                    keep = None
-                current = this_pass()
-                attended, current.attended = current.attended, None
-                known = attended is not None and not self.record.shared
-                projected = [] if known else self._projected(x, given, keep)
+            layers = self._together(len(x))
         if layers:
-            return len(layers), self._block(x, results)[None]
+            return len(layers), self._whole(x, given, layers)[None]
+        with unwatched():
+            # The rows whose output is computed; None for all, as when over half of them have logits.
+            keep = this_pass().inputs.keep if self.last else None
+            if keep is not None and 2 * len(keep) > len(x):
+                keep = None
+            current = this_pass()
+            attended, current.attended = current.attended, None
+            known = attended is not None and not self.record.shared
+            projected = [] if known else self._projected(x, given, keep)
         qkv, shared = [y.transpose(0, 1)[None] for y in projected[:3]], projected[3:]
         del projected
         if attended is None:
@@ -187,19 +196,24 @@ class NativeLayer:
         if not self.blocks:
             return results[0]
         summed, record = results[0], self.record
-        given = results[-1] if record.shared else x if record.parallel else summed
-        given = given if record.norms[1] is None else results[1]
-        outputs = [block(given[None]) for block in self.blocks]
+        given = results[1] if record.norms[1] else results[-1] if record.shared else x if record.parallel else summed
+        with unwatched():
+            y = self.mixture.compute(*results[1:], self._empty) if self.mixture and len(results) > 2 else None
+        outputs = [block(given[None]) for block in self.blocks] if y is None else [y]
         with unwatched():
             first, *others = (y[0] if isinstance(y, tuple) else y for y in outputs)
-            y = first + others[0] if others else first
-            return self._run("end", summed, y.reshape(summed.shape))[0]
+            y = (first + others[0] if others else first).reshape(summed.shape)
+            if self.adds:
+                return summed.add_(y)  # the sum that the call "end" has; nothing else reads `summed`
+            return self._run("end", summed, y)[0]
 
     def most_layers(self, rows: int) -> int:
         """Return the most layers of one call for a number of tokens."""
-        if self.blocks:
+        if any(vars(module).keys() & READS for module in self._inside):
             return 1
-        return max(1, MOST_PRODUCTS // (rows * sum(inputs * outputs for inputs, outputs in map(widths, self._linear))))
+        products: int = sum(p.numel() for module in self._inside for p in module.parameters(recurse=False))
+        products += sum(inputs * outputs for inputs, outputs in map(widths, self._linear))
+        return max(1, MOST_PRODUCTS // (rows * products))
 
     def _together(self, rows: int) -> list[tuple["NativeLayer", PagedAttention]]:
         """Return the layers that one call can compute with their attention, from this one on, and their pages."""
@@ -219,26 +233,52 @@ class NativeLayer:
             layer = layer.following
         return found
 
-    def _layers(
-        self, x: Tensor, given: Sequence[Tensor], layers: Sequence[tuple["NativeLayer", PagedAttention]]
-    ) -> list[Tensor]:
-        """Compute whole layers, which `_together` returned. Return the results of the last one, [rows, ...]."""
-        paged, bound, recent = layers[0][1], self._bind(), self.kind.recent
-        key = bound.format, paged.sizes
-        if recent is None or recent[0] is not paged.tables or recent[1] != key:
-            call = self._call("whole", bound, (x, *given), paged)
-            self.kind.recent = recent = paged.tables, key, call
-        results = [self._empty(*result) for result in recent[2].results]
+    def _whole(self, x: Tensor, given: Sequence[Tensor], layers: Whole) -> Tensor:
+        """Compute whole layers, which `_together` returned. Return the output of the last one, [rows, hidden]."""
+        if not self.blocks:
+            with unwatched():
+                return self._layers(x, given, layers)[0]
+        if self.mixture and len(x) <= KEPT_ROWS:
+            with unwatched():
+                if (out := self.mixture.layers(self, x, given, layers)) is not None:
+                    return cast(Tensor, out)
+        kept, rest = 3 if self.mixture else 1 if self.record.norms[1] is None else 2, list[Tensor]()
+        for layer, pages in layers:
+            with unwatched():
+                results = layer._layers(x, given, [(layer, pages)], rest)
+            shared = results[-1:] if self.record.shared else []
+            # The module runs without queries, keys and values; of few rows, the next layer has their memory.
+            rest = results[kept : len(results) - len(shared)] if len(x) <= KEPT_ROWS else []
+            results = [*results[:kept], *shared]
+            x = layer._block(x, results)
+        return x
+
+    def _layers(self, x: Tensor, given: Sequence[Tensor], layers: Whole, rest: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Compute whole layers in one call, but for modules. Return the results of the last one, [rows, ...]. rest:
+        memory of results that an earlier call has returned, and that are not needed any more: all but the first ones,
+        and the block's input if it is `shared`."""
+        call = self.whole_call(x, given, layers[0][1])
+        sizes = call.results
+        first = len(sizes) - len(rest) - (1 if rest and self.record.shared else 0)
+        results = [self._empty(*size) for size in sizes[:first]]
+        results += [*rest, *(self._empty(*size) for size in sizes[first + len(rest) :])]
         rows, source = list[list[int]](), x
         for layer, pages in layers:
             assert layer._bound is not None
             rows.append(self._addresses(layer._bound, (source, *given, *pages.tensors), results))
             source = results[0]  # a layer reads its input before it writes its output
-        recent[2].run(*rows)
-        if not self.blocks:
-            return results
-        kept = results[: 1 if self.record.norms[1] is None else 2]  # the module runs without queries, keys and values
-        return [*kept, *(results[-1:] if self.record.shared else [])]
+        call.run(*rows)
+        return results
+
+    def whole_call(self, x: Tensor, given: Sequence[Tensor], paged: PagedAttention) -> RecordedSteps:
+        """Return the recorded call of whole layers. Arguments as of `_layers`; the weights are bound."""
+        bound, recent = self._bound, self.kind.recent
+        assert bound is not None
+        key = bound.format, paged.sizes
+        if recent is None or recent[0] is not paged.tables or recent[1] != key:
+            call = self._call("whole", bound, (x, *given), paged)
+            self.kind.recent = recent = paged.tables, key, call
+        return recent[2]
 
     def _run(self, part: str, *given: Tensor) -> list[Tensor]:
         """Run a part of the layer on the tensors `given` of `_steps`. Return its results, [rows, ...]."""
@@ -324,6 +364,9 @@ class NativeLayer:
         sinks = self.attention._parameters[self.record.sinks] if self.record.sinks else None
         attended = adder.attended(q, k, v, paged, self.options._replace(sinks=sinks))
         results = adder.middle(x, attended) if self.blocks else [adder.after(x, attended, *shared)]
+        if self.mixture:
+            router = self.mixture.router
+            results.append(steps.linear(results[1], router.weight, router._parameters.get("bias")))
         return [*results, q, k, v, attended, *shared]
 
 
