@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
+from typing import TYPE_CHECKING
 
 from flexengine.activity import tick
 from flexengine.errors import InvalidInput, OutOfMemory
@@ -19,6 +20,7 @@ from flexengine.plan.candidates import Options, for_cohorts
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
+from flexengine.plan.network import hops_of, tokens_by_kind, tokens_sent
 from flexengine.plan.placement import ON_DEVICE
 from flexengine.plan.search import search
 from flexengine.plan.stages import (
@@ -31,6 +33,9 @@ from flexengine.plan.stages import (
 )
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+
+if TYPE_CHECKING:
+    from flexengine.plan.cluster.devices import Link
 
 MAX_TURNS = 3  # of searching a block and moving layers
 MOST_SWEEPS = 10_000  # that are followed one by one; those of longer jobs are as many times longer
@@ -52,6 +57,8 @@ class ChainPlan:
     """Stages that compute one after the other, and the block that all of them have."""
 
     stages: tuple[ChainStage, ...]
+    # from each stage to the next, and from the last one to the first; () if links take no time
+    links: tuple["Link", ...] = ()
 
     @property
     def policy(self) -> Policy:
@@ -67,8 +74,8 @@ class ChainPlan:
     def seconds(self) -> float:
         """Return the seconds of the job, with the waits of stages for one another (the bubble).
 
-        A cohort's sweep begins on a stage when the stage before has ended it, and when the stage has ended its sweep of
-        the cohort before. Sweeps in which sequences enter are spread evenly over the job.
+        A cohort's sweep begins on a stage when its hidden states have come from the stage before, and when the stage
+        has ended its sweep of the cohort before. Sweeps in which sequences enter are spread evenly over the job.
         """
         each = [stage.prediction for stage in self.stages]
         tight = max(each, key=lambda p: sum(p.counts.values()))  # admits the fewest sequences, as all others then do
@@ -80,13 +87,31 @@ class ChainPlan:
             kind: [sweep_of(p, kind) * times / cohorts * share_of(p, tight, kind) for p in each]
             for kind in tight.counts
         }
-        free, ready = [0.0] * len(each), [0.0] * cohorts
+        first = self.stages[0].cost
+        swept = {kind: count / cohorts for kind, count in tokens_by_kind(tight, first.workload).items()}
+        policy = tight.policy
+        batches = -(-policy.num_gpu_batches // cohorts)
+        hops = hops_of(self.links, first.model, swept, batches, policy.prefill_tokens)
+        back = times * self.links[-1].latency if self.links else 0.0
+        free, ready, sent = [0.0] * len(each), [0.0] * cohorts, [0.0] * len(each)
         for sweep in range(entering + others):
-            enters = sweep * entering % (entering + others) < entering
+            kind = "prefill" if sweep * entering % (entering + others) < entering else "decode"
             for cohort in range(cohorts):
-                for stage, seconds in enumerate(takes["prefill" if enters else "decode"]):
-                    free[stage] = ready[cohort] = max(free[stage], ready[cohort]) + seconds
-        return max(free) + max(prediction.load_seconds for prediction in each)
+                for stage, seconds in enumerate(takes[kind]):
+                    began = max(free[stage], ready[cohort])
+                    free[stage] = ready[cohort] = began + seconds
+                    if stage < len(hops[kind]):
+                        hop = hops[kind][stage].longer(times)
+                        sent[stage], ready[cohort] = hop.arrival(sent[stage], began, ready[cohort])
+                ready[cohort] += back
+        return max(*free, *ready) + max(prediction.load_seconds for prediction in each)
+
+    @property
+    def link_seconds(self) -> list[float]:
+        """Return the seconds in which each link to a next stage carries hidden states."""
+        cost = self.stages[0].cost
+        nbytes = tokens_sent(cost.workload) * cost.model.hidden * cost.model.itemsize
+        return [nbytes / link.bandwidth for link in self.links[:-1]]
 
     @property
     def tokens_per_second(self) -> float:
@@ -119,12 +144,18 @@ class ChainSearch:
         machines: one for each stage, in the order of the layers.
         workload: the job.
         options: of the search for a block; `cohorts` is set.
+        links: as in `ChainPlan`.
     """
 
     def __init__(
-        self, model: ModelFacts, machines: Sequence[Hardware], workload: Workload, options: Options | None = None
+        self,
+        model: ModelFacts,
+        machines: Sequence[Hardware],
+        workload: Workload,
+        options: Options | None = None,
+        links: Sequence["Link"] = (),
     ) -> None:
-        self.model, self.machines, self.workload = model, machines, workload
+        self.model, self.machines, self.workload, self.links = model, machines, workload, tuple(links)
         self.options = replace(options or Options(), cohorts=len(machines))
         self._alike = [self.machines.index(machine) for machine in machines]
         self._costs: dict[tuple[int, Range], Cost] = {}
@@ -145,10 +176,11 @@ class ChainSearch:
         ranges, best = self.even(), None
         for _ in range(MAX_TURNS):
             tried = [(policy, self.balanced(policy, ranges)) for policy in self.blocks(ranges)]
-            policy, ranges = min(tried, key=lambda pair: max(self.seconds(*pair)))
-            if max(self.seconds(policy, ranges)) == inf:
+            if not (chains := [self.made(*pair) for pair in tried if max(self.seconds(*pair)) < inf]):
+                policy, ranges = tried[0]
                 continue
-            made = self.made(policy, ranges)
+            made = min(chains, key=lambda plan: plan.seconds)  # stages may wait for each other under a block
+            ranges = [stage.layers for stage in made.stages]
             if best is not None and made.seconds > MIN_GAIN * best.seconds:
                 return min(best, made, key=lambda plan: plan.seconds)
             best = made
@@ -226,7 +258,7 @@ class ChainSearch:
             cost = self.cost(rank, layers)
             prediction = self.placed(policy, rank, layers) or place_weights(cost, policy, cost.hardware.capacity)
             stages.append(ChainStage(layers, cost, prediction))
-        return ChainPlan(tuple(stages))
+        return ChainPlan(tuple(stages), self.links)
 
 
 def ranged(counts: Sequence[int]) -> list[Range]:
@@ -236,7 +268,11 @@ def ranged(counts: Sequence[int]) -> list[Range]:
 
 
 def plan_chain(
-    model: ModelFacts, machines: Sequence[Hardware], workload: Workload, options: Options | None = None
+    model: ModelFacts,
+    machines: Sequence[Hardware],
+    workload: Workload,
+    options: Options | None = None,
+    links: Sequence["Link"] = (),
 ) -> ChainPlan:
     """Return the plan of a chain with which the job ends first. Arguments and errors as for `ChainSearch`.
 
@@ -245,7 +281,7 @@ def plan_chain(
     """
     if any(machine.workers for machine in machines):
         raise InvalidInput("stages are planned without attention workers; leave them out")
-    return ChainSearch(model, machines, workload, options).plan()
+    return ChainSearch(model, machines, workload, options, links).plan()
 
 
 def chain_strategy(

@@ -60,12 +60,9 @@ class PinnedTier(MemoryTier):
         super().free(region, what)
 
     def _unlock(self, address: int) -> None:
-        """Unlock pages after all queued GPU work has ended: copies may still use them."""
         if address in self._locked:
             self._locked.remove(address)
-            torch.cuda.synchronize()
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cudart.cudaHostUnregister(address)
+            unregister(address)
 
     def load(self, region: Region, target: torch.Tensor) -> None:
         if not target.is_cuda:
@@ -140,6 +137,13 @@ def register(room: torch.Tensor) -> str:
         return ""
     _forget_error()
     return f"{cudart.cudaGetErrorString(error)} ({int(error)})"
+
+
+def unregister(address: int) -> None:
+    """Unlock pages after all queued GPU work has ended: copies may still use them."""
+    torch.cuda.synchronize()
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart.cudaHostUnregister(address)
 
 
 def _forget_error() -> None:

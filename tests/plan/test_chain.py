@@ -11,6 +11,7 @@ from flexengine import shipped
 from flexengine.errors import TooLittle
 from flexengine.plan.candidates import Options
 from flexengine.plan.chain import ChainSearch, chain_strategy, plan_chain
+from flexengine.plan.cluster.devices import Link
 from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
@@ -128,6 +129,45 @@ def test_the_virtual_clock_agrees(name: str) -> None:
     seconds = Pipeline(prefill, decode, cohorts=cohorts, steps=new - 1).simulate().seconds
     loading = max(stage.prediction.load_seconds for stage in plan.stages)
     assert plan.seconds - loading == pytest.approx(seconds, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rates", [(1e12, 1e12), (2e7, 1e12), (1e12, 1e6), (3e6, 4e6)])
+def test_links_take_what_the_clock_says(rates: tuple[float, float]) -> None:
+    """With a gpu_batch per cohort, which a link sends after the stage has computed it: free links, unlike ones, and
+    links that are slower than the stages."""
+    (prompt, new), rows, latency = (64, 16), 48, 1e-4
+    links = [*(Link(rate, latency) for rate in rates), Link(1e9, 3e-4)]
+    found = ChainSearch(MODEL, [SMALL] * 3, Workload({(prompt, new): rows}), links=links)
+    ranges = [(0, 4), (4, 8), (8, 12)]
+    plan = found.made(Policy(rows // 3, 3, weights=(0, 1, 0), schedule="zigzag", prefill_tokens=4096), ranges)
+    each = [stage.prediction.sweep_seconds for stage in plan.stages]
+    token = MODEL.hidden * MODEL.itemsize * rows // 3  # bytes of a cohort
+    walked = Pipeline(
+        [sweep["prefill"] / 3 for sweep in each], [sweep["decode"] / 3 for sweep in each],
+        [latency + prompt * token / rate for rate in rates], [latency + token / rate for rate in rates], 3e-4,
+        cohorts=3, steps=new - 1,
+    ).simulate()  # fmt: skip
+    loading = max(stage.prediction.load_seconds for stage in plan.stages)
+    assert plan.seconds - loading == pytest.approx(walked.seconds, rel=0.02)
+    sent = [sum(end - start for task, start, end in walked.spans if task.lane == f"hop {k}") for k in range(2)]
+    assert plan.link_seconds == pytest.approx([x - 3 * new * latency for x in sent])
+
+
+@pytest.mark.slow
+def test_a_stage_sends_while_it_computes() -> None:
+    """Of several gpu_batches only the last one's transfer is added, until the link is the slowest part."""
+    policy, ranges = Policy(4, 12, weights=(0, 1, 0), schedule="zigzag", prefill_tokens=256), [(0, 6), (6, 12)]
+    work, seconds = Workload({(64, 16): 48}), list[float]()
+    for rate in (1e15, 1e9, 1e5):
+        links = [Link(rate), Link(1e15)]
+        plan = ChainSearch(MODEL, [SMALL] * 2, work, links=links).made(policy, ranges)
+        seconds.append(plan.seconds)
+    free, fast, slow = seconds
+    nbytes = 48 * (64 + 16 - 1) * MODEL.hidden * MODEL.itemsize
+    assert plan.link_seconds == [pytest.approx(nbytes / 1e5)]
+    assert free <= fast <= free + 0.3 * nbytes / 1e9
+    assert slow == pytest.approx(nbytes / 1e5, rel=0.02)
 
 
 def test_a_strategy_has_the_policies() -> None:

@@ -6,7 +6,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from flexengine.guests.attention_workers.messages import (
     words,
 )
 from flexengine.guests.attention_workers.pool import mapped_file
+from flexengine.guests.attention_workers.transit import PART, PARTS, PageSpan, Transit
 from flexengine.guests.wire.link import Broken, Connection, Message, pack
 from flexengine.tier.base import aligned
 
@@ -39,6 +40,7 @@ class PendingAnswer:
     targets: Sequence[Tensor]  # contiguous tensors in RAM that receive the bytes, in order
     ticket: int = -1  # number of the question
     open: bool = False  # whether the queries went first, and keys and values are not sent yet
+    arrived: Callable[[], object] | None = None  # called when the answer has come, before `ended` is done
     # Done when attention over the cached tokens is computed, if the queries went first, and when the bytes are in the
     # targets. Both raise WorkerLost if the worker has died or has failed.
     cached: Future[None] = field(default_factory=Future)
@@ -83,6 +85,7 @@ class Client:
         asked: bytes of queries, keys and values sent.
         answered: bytes of answers to them.
         shared: memory that the worker maps too, uint8, by handle.
+        transit: memory through which pages pass, if the worker maps the same and holds pages on a device; else None.
     """
 
     patience = 0.0
@@ -119,6 +122,21 @@ class Client:
         link.beat()
         self._thread = threading.Thread(target=self._receive, name=f"flexengine-{place}", daemon=True)
         self._thread.start()
+        self.transit: Transit[PendingAnswer] | None = None
+        if shares and self.pages == "device":
+            try:
+                if (transit := self.allocate(PARTS * PART, counted=False, transit=True)) is not None:
+                    self.transit = Transit(self.transfer, self.shared[transit])
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def local_bytes(self) -> int:
+        """Return the bytes of this machine's RAM that the worker may take for pages, or through which they pass."""
+        if self.pages == "device":
+            return 0 if self.transit is None else PARTS * PART
+        return self.memory + self.others if self.shares else 0
 
     def rename(self, place: str) -> None:
         self.place, self.name = place, place + self.name.removeprefix(self.place)
@@ -140,17 +158,23 @@ class Client:
                 self._thread.join(END_SECONDS)  # which reads what the worker sent before it ended: it may say why
             raise self._fail(str(error)) from error
 
-    def allocate(self, nbytes: int, counted: bool = True, handle: int | None = None) -> int | None:
-        """Return the handle of new memory; None if the worker has too little, as other engines may hold some. counted:
-        whether it is part of the worker's memory for pages; else it is shared memory that this process books. handle:
-        the handle; None for a new one."""
+    def allocate(
+        self, nbytes: int, counted: bool = True, handle: int | None = None, transit: bool = False
+    ) -> int | None:
+        """Return the handle of new memory; None if the worker has too little, as other engines may hold some.
+
+        Args:
+            counted: whether it is part of the worker's memory for pages; else it is shared memory of this process.
+            handle: the handle; None for a new one.
+            transit: whether pages pass through this shared memory.
+        """
         handle, size = next(self._handles) if handle is None else handle, aligned(max(nbytes, 1))
         with self._allocating:
             if self.shares and not (counted and self.pages == "device"):
                 descriptor = os.memfd_create(f"flexengine-{self.place}", os.MFD_CLOEXEC)
                 try:
                     os.ftruncate(descriptor, size)
-                    self._send(MessageKind.SHARE, (handle, size, int(counted)), descriptor=descriptor)
+                    self._send(MessageKind.SHARE, (handle, size, 2 if transit else int(counted)), descriptor=descriptor)
                     self.shared[handle] = mapped_file(descriptor, size)
                 finally:
                     os.close(descriptor)
@@ -184,21 +208,65 @@ class Client:
             with contextlib.suppress(WorkerLost):
                 self._send(MessageKind.FREE, (handle,))
 
+    def write_all(self, spans: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Copy contiguous tensors in RAM to memory. spans: handle, first byte, and tensor of each."""
+        if self.transit is not None:
+            self.transit.write(PageSpan(*span) for span in spans)
+            return
+        for span in spans:
+            self.write(*span)
+
+    def read_all(self, spans: Sequence[tuple[int, int, Tensor]]) -> None:
+        """Copy memory to contiguous tensors in RAM. spans: as for `write_all`."""
+        if self.transit is not None:
+            waiting = [self.transit.read(PageSpan(*span) for span in spans)]
+        else:
+            waiting = [self.read(*span) for span in spans]
+        for pending in filter(None, waiting):
+            pending.wait()
+
     def write(self, handle: int, start: int, source: Tensor) -> None:
         """Copy a contiguous tensor in RAM to byte `start` of memory."""
         if (shared := self.shared.get(handle)) is not None:
             shared[start : start + source.nbytes].copy_(source.view(-1).view(torch.uint8))
-            return
-        self._send(MessageKind.WRITE, (handle, start), source)
+        elif self.transit is not None:
+            self.transit.write([PageSpan(handle, start, source)])
+        else:
+            self._send(MessageKind.WRITE, (handle, start), source)
 
     def read(self, handle: int, start: int, target: Tensor) -> PendingAnswer:
         """Begin to copy bytes from byte `start` of memory on to a contiguous tensor in RAM."""
+        (done := PendingAnswer([])).end()
         if (shared := self.shared.get(handle)) is not None:
             target.view(-1).view(torch.uint8).copy_(shared[start : start + target.nbytes])
-            (done := PendingAnswer([])).end()
             return done
+        if self.transit is not None:
+            return self.transit.read([PageSpan(handle, start, target)]) or done
         ticket, pending = self._new([target])
         self._send(MessageKind.READ, (ticket, handle, start, target.nbytes))
+        return pending
+
+    def transfer(
+        self,
+        kind: MessageKind,
+        at: int,
+        rows: Tensor,
+        ended: Callable[[Future[None]], None],
+        arrived: Callable[[], object],
+    ) -> PendingAnswer:
+        """Begin a transfer between pages and `transit`. Raise WorkerLost.
+
+        Args:
+            kind: PUT or GET.
+            at: first byte in `transit`.
+            rows: int64 [n, 3]: handle, first byte and bytes of pages.
+            ended: called when it has ended, also if the worker is lost.
+            arrived: called before that, unless it has failed.
+        """
+        ticket, pending = self._new([])
+        pending.arrived = arrived
+        self._send(kind, (ticket, at), rows)
+        pending.ended.add_done_callback(ended)
         return pending
 
     def tables(self, batch: int, group: int, tables: WorkerTables) -> None:
@@ -282,6 +350,8 @@ class Client:
         else:
             for target in pending.targets:
                 self.link.take_into(target)
+            if pending.arrived is not None:
+                pending.arrived()
         with self._lock:
             self._pending.pop(number, None)  # only now: after an error, `_fail` ends it
         pending.end(error)

@@ -89,6 +89,12 @@ class PageDevice:
         """Yield a contiguous tensor in RAM or on the device as tensors in RAM that are sent one after the other."""
         yield x
 
+    def lock(self, room: Tensor) -> None:
+        """Let the device copy from and to a mapping at full rate, until `unlock`."""
+
+    def unlock(self, room: Tensor) -> None:
+        """Undo `lock`."""
+
     def give_back(self) -> None:
         """Return memory of pages that were freed to the system."""
 
@@ -149,6 +155,7 @@ class CudaDevice(StagedDevice):
         cuda.take_one(number)
         super().__init__()
         self.name = f"cuda:{number} {cuda.product_name()}"
+        self._locked = set[int]()  # addresses
 
     def identity(self) -> str:
         return f"flexengine {__version__}"  # its kernels are not those of the engine's processor
@@ -173,6 +180,15 @@ class CudaDevice(StagedDevice):
 
     def pieces(self, x: Tensor) -> Iterator[Tensor]:
         return super().pieces(x) if x.is_cuda else iter((x,))
+
+    def lock(self, room: Tensor) -> None:
+        if not self._cuda.register(room):  # else copies are slower
+            self._locked.add(room.data_ptr())
+
+    def unlock(self, room: Tensor) -> None:
+        if room.data_ptr() in self._locked:
+            self._locked.remove(room.data_ptr())
+            self._cuda.unregister(room.data_ptr())
 
     def synchronize(self) -> None:
         self._cuda.wait_for_stream()

@@ -8,13 +8,15 @@
 | BEAT | both | | none; shows that the process lives (`wire.link`) |
 | ALLOCATE | engine | handle, bytes | none |
 | READY | worker | handle, 1 or 0 (too little memory, or it cannot be mapped), then bytes as in HELLO | none |
-| SHARE | engine | handle, bytes, 1 or 0: whether they count as pages | an open file, which both processes map |
+| SHARE | engine | handle, bytes, 1 for pages, 2 if pages pass through them | an open file, which both map |
 | FREE | engine | handle | none |
 | ALONE | engine | 1 begins, 0 ends | none; no other engine measures this worker meanwhile; READY answers 1 |
 | WAITS | worker | | what an engine that said ALONE waits for |
 | WRITE | engine | handle, first byte | bytes for the memory |
 | READ | engine | ticket, handle, first byte, bytes | none |
-| DATA | worker | ticket | bytes of the memory |
+| DATA | worker | ticket | bytes of the memory; none if PUT or GET has ended |
+| PUT | engine | ticket, first byte in shared memory | int64 [n, 3]: handle, first byte, bytes; copied to pages |
+| GET | engine | as PUT | as PUT; copied from pages |
 | TABLES | engine | gpu_batch, group, pages of a table, new tokens, copies | page tables, see WorkerTables |
 | SINKS | engine | layer | fp32 [heads] |
 | ASK | engine | ticket, layer, bytes of the question | question, and, unless shared, q, k, v or, if `first`, q |
@@ -34,13 +36,14 @@ from torch import Tensor
 
 from flexengine.guests.wire.link import MOST_BODY, MOST_TEXT, Broken
 
-PROTOCOL = 6  # raise it with every change of messages or of their meaning
+PROTOCOL = 7  # raise it with every change of messages or of their meaning
+MOST_SPANS = 1024  # rows of a message PUT or GET
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 # Kinds of messages, numbered from 1; see the table. BEAT is that of `wire.link`.
 MessageKind = enum.IntEnum(
     "MessageKind",
     "HELLO REFUSE BEAT ALLOCATE READY FREE WRITE READ DATA TABLES SINKS ASK ANSWER FAILED BYE SHARE ADD CACHED ALONE"
-    " WAITS",
+    " WAITS PUT GET",
 )
 # Most bytes of a body that an engine takes, by kind. It compares those of DATA and ANSWER with what it has asked for.
 TO_ENGINE: dict[int, int] = {
@@ -56,6 +59,7 @@ def to_worker(pages: int, records: int) -> dict[int, int]:
     kinds = MessageKind
     limits: dict[int, int] = {kinds.SHARE: 1, kinds.WRITE: pages}
     limits |= dict.fromkeys((kinds.TABLES, kinds.SINKS, kinds.ASK, kinds.ADD), records)
+    limits |= dict.fromkeys((kinds.PUT, kinds.GET), MOST_SPANS * 24)
     return limits | dict.fromkeys((kinds.ALLOCATE, kinds.FREE, kinds.ALONE, kinds.READ, kinds.BYE), 0)
 
 

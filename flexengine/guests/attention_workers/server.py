@@ -50,6 +50,7 @@ class AttentionServer:
         self._alone = False  # whether this engine measures
         self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
         self._counted = set[int]()  # handles of memory for pages
+        self._transit: int | None = None  # handle of the shared memory through which pages pass; None if there is none
         self._answers = Answers(self.device, self.sinks, self._pages)
         # by gpu_batch and group: in RAM, and on the device
         self._tables: dict[tuple[int, int], tuple[WorkerTables, WorkerTables]] = {}
@@ -83,6 +84,8 @@ class AttentionServer:
                 reply.join()
             taken = self._taken
             self._first.clear()
+            if self._transit in self._held:
+                self.device.unlock(self._held[self._transit])
             self._held.clear()
             if self._alone:
                 self._end_alone()
@@ -134,22 +137,26 @@ class AttentionServer:
             self._ready(a, self._allocate(a, b, self.pool.buffer))
         elif message.kind == MessageKind.SHARE:
             descriptor = link.take_file()
-            if c and self.pool.kind == "device":
+            if c == 1 and self.pool.kind == "device":
                 os.close(descriptor)
                 raise Broken("pages in memory that both processes map came, but this worker holds them on its device")
             try:
-                ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=bool(c))
+                ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=c == 1)
             finally:
                 os.close(descriptor)  # the mapping stays
+            if ready and c == 2:
+                self._open_transit(a)
             self._ready(a, ready)
         elif message.kind == MessageKind.ALONE:
             self._begin_alone() if a else self._end_alone()
         elif message.kind == MessageKind.FREE:
             freed = len(self._held[a]) if a in self._counted else 0
+            if a == self._transit:
+                raise Broken("the memory through which pages pass ends with the connection")
             self._counted.discard(a)
             self._held.pop(a, None)
             self._records.drop(("held", a))
-            if not self._held:
+            if not self._held.keys() - {self._transit}:
                 self._drop_first()
                 self._tables.clear()
                 self.sinks.clear()
@@ -161,6 +168,14 @@ class AttentionServer:
             self.device.receive(link, self._part(a, b, message.nbytes))
         elif message.kind == MessageKind.READ:
             link.send(MessageKind.DATA, (a,), self._part(b, c, d))
+        elif message.kind in (MessageKind.PUT, MessageKind.GET):
+            for handle, start, nbytes in link.take().view(torch.int64).view(-1, 3).tolist():
+                pages, shared = self._pages(handle, start, nbytes), self._part(self._transit, b, nbytes)
+                target, source = (pages, shared) if message.kind == MessageKind.PUT else (shared, pages)
+                target.copy_(source, non_blocking=True)
+                b += nbytes
+            self.device.synchronize()
+            link.send(MessageKind.DATA, (a,))
         elif message.kind == MessageKind.TABLES:
             # A sweep of which the engine sends no keys and values any more broke off.
             self._drop_first(a)
@@ -221,8 +236,14 @@ class AttentionServer:
     def _taken(self) -> int:
         return sum(len(self._held[handle]) for handle in self._counted)
 
-    def _part(self, handle: int, start: int, nbytes: int) -> Tensor:
-        held = self._held.get(handle)
+    def _open_transit(self, handle: int) -> None:
+        if self._transit is not None:
+            raise Broken("a second memory came through which pages pass")
+        self._transit = handle
+        self.device.lock(self._held[handle])
+
+    def _part(self, handle: int | None, start: int, nbytes: int) -> Tensor:
+        held = None if handle is None else self._held.get(handle)
         if held is None or not 0 <= start <= start + nbytes <= len(held):
             size = "none" if held is None else f"{len(held)} bytes"
             raise Broken(f"bytes {start} to {start + nbytes} of memory {handle} were named, which has {size}")

@@ -96,7 +96,7 @@ class WorkerTier(Tier):
 
     @property
     def local_bytes(self) -> int:  # type: ignore[override]
-        return self.client.memory + self.client.others if self.client.shares and self.client.pages != "device" else 0
+        return self.client.local_bytes
 
     @property
     def attention_bytes(self) -> tuple[int, int]:  # type: ignore[override]
@@ -117,14 +117,12 @@ class WorkerTier(Tier):
         self.ledger.release(aligned(region.nbytes), what)
 
     def load_all(self, pairs: Sequence[tuple[Region, Tensor]]) -> None:
-        waiting = [self.client.read(region.place, region.start, target) for region, target in pairs]
-        for pending in waiting:
-            pending.wait()
+        self.client.read_all([(region.place, region.start, target) for region, target in pairs])
         self.count(read=sum(region.nbytes for region, _ in pairs))
 
-    def store(self, source: Tensor, region: Region) -> None:
-        self.client.write(region.place, region.start, source)
-        self.count(written=region.nbytes)
+    def store_all(self, pairs: Sequence[tuple[Tensor, Region]]) -> None:
+        self.client.write_all([(region.place, region.start, source) for source, region in pairs])
+        self.count(written=sum(region.nbytes for _, region in pairs))
 
     def close(self) -> None:
         self.client.close()

@@ -54,6 +54,8 @@ _HARDWARE = f"""
                       {shipped.listed("hardware")}
 --stages N            plan N such machines, each with a part of the layers and tiers of its own (docs/pipeline.md);
                       --save then writes a strategy, for run --strategy
+--stage-link RATE     network between the stages: bytes per second, and after a comma the seconds of a message, such
+                      as 1.25G,1e-4 (default: takes no time)
 """
 _OUTPUT = """
 --compare FILE.json ...  rank this policy and that of --policy; may be repeated; a file, or a shipped policy
@@ -227,8 +229,11 @@ def _check(args: argparse.Namespace) -> None:
         names += ["row_options", "template", "delimiter"]
         refuse_given(args, names, "needs the rows of a file; give --input, too")
     check_least(args, limit=1, stages=1)
-    if args.stages is not None:
+    if args.stages is None:
+        refuse_given(args, ["stage_link"], "is the network between the machines of --stages; give --stages, too")
+    else:
         refuse_given(args, ["cluster"], "describes other machines than --stages; leave one out")
+        others.links_of(args)
         why = "is for the plan of one machine, but --stages is given; leave one out"
         refuse_given(args, ("policy", "compare", "frontier", "latency", "plot", "save_lp"), why)
         if TOKENS_PARTITION in (args.allow or "").split(","):

@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from flexengine import shipped
 from flexengine.activity import activity
+from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.lossy import ALLOWED, EXACT, QUALITY, Lossy
 from flexengine.plan.chain import ChainPlan, chain_strategy, plan_chain
 from flexengine.plan.cluster import file
 from flexengine.plan.cluster.costs import ClusterTask
-from flexengine.plan.cluster.devices import Cluster
+from flexengine.plan.cluster.devices import Cluster, Link
 from flexengine.plan.cluster.job import ClusterJob, Format, Harm, Model, assumed_harm
 from flexengine.plan.cluster.search import METHODS, Found, Limits, search
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.min_memory import fitting, left_out
 from flexengine.plan.mixes import MixedPlan, plan_mixed
@@ -134,7 +137,7 @@ def searched(task: ClusterTask, limits: Limits) -> tuple[Found | None, MixedPlan
     """Return the plan of a cluster with all KV cache on its devices, and the plan of stages with host and disk tiers if
     that one is predicted to be faster. Raise FlexError if neither fits.
 
-    Only devices with hardware files have these tiers. Such stages are in the order of the file, with free links.
+    Only devices with hardware files have these tiers. Such stages are in the order of the file.
     """
     machines = [machine for device in task.cluster.devices if (machine := device.machine) is not None]
     found, refused, chain = None, None, None
@@ -147,47 +150,56 @@ def searched(task: ClusterTask, limits: Limits) -> tuple[Found | None, MixedPlan
     nodes = {device.node or str(rank) for rank, device in enumerate(devices)}
     alike = len({device.kind for device in devices}) == 1 and len(nodes) == len(devices)
     if alike and len(machines) == len(devices) and limits.batch is None:
+        rows = task.job.workload
+        links = [task.cluster.link(a, b) for a, b in pairwise([*devices, devices[0]])] if len(devices) > 1 else []
         with suppress(OutOfMemory, InvalidInput):
             chain = plan_mixed(
-                task.model, task.formats, task.harm, task.theta, lambda m: plan_chain(m, machines, task.job.workload)
+                task.model, task.formats, task.harm, task.theta, lambda m: plan_chain(m, machines, rows, links=links)
             )
     if chain is None and refused is not None:
         raise refused
     if found is not None and chain is not None:
-        links = link_seconds(task, chain.chain)
-        chain = chain if chain.cost + links < found.plan.priced.cost else None
+        chain = chain if chain.cost < found.plan.priced.cost else None
     return found, chain
 
 
-def link_seconds(task: ClusterTask, chain: ChainPlan) -> float:
-    """Return the seconds of work of the slowest link of a chain."""
-    first, model = chain.stages[0].prediction, task.model.exact
-    tokens = sum((prompt + new - 1) * times for (prompt, new), times in task.job.workload.sizes.items())
-    messages = sum(first.counts.values()) * chain.policy.num_gpu_batches
-    links = (task.cluster.link(a, b) for a, b in pairwise(task.cluster.devices))
-    seconds = (x.latency * messages + tokens * model.hidden * model.itemsize / x.bandwidth for x in links)
-    return max(seconds, default=0.0)
+def links_of(args: argparse.Namespace) -> list[Link]:
+    """Return the links around a chain of --stages; [] if they are not counted. Raise InvalidInput if --stage-link is
+    wrong."""
+    if args.stage_link is None:
+        return []
+    rate, _, seconds = args.stage_link.partition(",")
+    latency = inf
+    with suppress(ValueError):
+        latency = float(seconds or 0.0)
+    if not 0 <= latency < inf:
+        what = "is bytes per second, and after a comma the seconds of a message, such as 1.25G,1e-4"
+        raise InvalidInput(f"--stage-link is {args.stage_link}; it {what}")
+    return [Link(parse_size(rate, "--stage-link"), latency)] * args.stages if args.stages > 1 else []
 
 
 def chain_seconds(args: argparse.Namespace, opened: "OpenModel", hardware: Hardware, workload: Workload) -> float:
     """Return the predicted seconds of --stages equal machines. Raise OutOfMemory if no plan fits."""
-    return plan_chain(opened.facts, [hardware] * args.stages, workload).seconds
+    return plan_chain(opened.facts, [hardware] * args.stages, workload, links=links_of(args)).seconds
 
 
 def plan_stages(
     args: argparse.Namespace, opened: "OpenModel", hardware: Hardware, workload: Workload, lossy: Lossy
 ) -> None:
     """Plan a chain of equal machines, print the report, and write the strategy. Raise FlexError if no plan fits."""
-    machines, bits = [hardware] * args.stages, chooses_bits(args)
+    machines, bits, links = [hardware] * args.stages, chooses_bits(args), links_of(args)
     formats = _formats(args) if bits else ()
     model = _by_format(opened, formats) if bits else Model({None: opened.facts})
     table = _harm(args, model, formats) if bits else assumed_harm(model, formats)
     theta = ClusterTask.theta if args.theta is None else args.theta
 
+    def chain(facts: ModelFacts, part: Workload) -> ChainPlan:
+        return plan_chain(facts, machines, part, links=links)
+
     def planned(part: Workload) -> ChainPlan | MixedPlan:
         if bits:
-            return plan_mixed(model, formats, table, theta, lambda facts: plan_chain(facts, machines, part))
-        return plan_chain(opened.facts, machines, part)
+            return plan_mixed(model, formats, table, theta, lambda facts: chain(facts, part))
+        return chain(opened.facts, part)
 
     with activity("planning", "searching the stages with the shortest predicted time"):
         plan, largest, why = fitting(workload, planned)

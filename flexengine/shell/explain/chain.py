@@ -92,6 +92,7 @@ def chain_report(
             f"prediction: {digits(plan.tokens_per_second)} tok/s generated; job {clock(plan.seconds)}, of which"
             f" {clock(max(0.0, plan.seconds - slow.prediction.total_seconds))} without work of stage {plan.slowest}",
             slowest_line(lines, shared),
+            *_link_words(plan),
             *(_harm_words(plan, mixed) if mixed is not None else []),
         ],
         [f"memory of stage {plan.slowest}: {_memory(plan)}"],
@@ -106,6 +107,18 @@ def chain_report(
     if verbose:
         parts += [_details(rank, stage) for rank, stage in enumerate(plan.stages)]
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _link_words(plan: ChainPlan) -> list[str]:
+    """Return the line about the network; none if links take no time."""
+    if not plan.link_seconds:
+        return []
+    slow = max(range(len(plan.link_seconds)), key=plan.link_seconds.__getitem__)
+    nbytes, free = plan.link_seconds[slow] * plan.links[slow].bandwidth, replace(plan, links=()).seconds
+    return [
+        f"network: {size(nbytes)} of hidden states cross each link; from stage {slow} to {slow + 1} they take"
+        f" {clock(plan.link_seconds[slow])}; with links that take no time the job takes {clock(free)}"
+    ]
 
 
 def _harm_words(plan: ChainPlan, mixed: MixedPlan) -> list[str]:
@@ -136,5 +149,11 @@ def chain_json(plan: ChainPlan, found: Sequence[Help]) -> dict[str, Any]:
     stages = [
         {"layers": list(stage.layers)} | prediction_json(stage.prediction, stage.cost.hardware) for stage in plan.stages
     ]
-    numbers = {"tok_s": plan.tokens_per_second, "seconds": plan.seconds, "slowest": plan.slowest, "spread": plan.spread}
+    numbers: dict[str, Any] = {
+        "tok_s": plan.tokens_per_second,
+        "seconds": plan.seconds,
+        "slowest": plan.slowest,
+        "spread": plan.spread,
+    }
+    numbers |= {"link_seconds": plan.link_seconds} if plan.links else {}
     return numbers | {"stages": stages, "helps": [each._asdict() for each in found]}

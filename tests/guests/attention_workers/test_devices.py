@@ -87,8 +87,8 @@ def generated(known: Any, workers: int, fields: dict[str, Any], **options: Any) 
 def test_tokens_are_those_of_transformers(
     families: Any, monkeypatch: pytest.MonkeyPatch, family: str, split: int, kind: Any
 ) -> None:
-    """Grouped heads, windows with a soft cap, windows with sinks. Over shared memory, pages cross the connection and
-    questions do not."""
+    """Grouped heads, windows with a soft cap, windows with sinks. Over shared memory, neither pages nor questions cross
+    the connection."""
     pools = list[WorkerPool]()
     monkeypatch.setattr(devices, "STAGED", 1000)
     monkeypatch.setattr(f"{OPENED}.LocalWorker", device_worker(kind, pools))
@@ -351,7 +351,7 @@ def test_triton(families: Any, monkeypatch: pytest.MonkeyPatch, partition: str) 
 
 @pytest.mark.slow
 def test_a_process_for_each_device(families: Any) -> None:
-    """Their questions are in memory that both processes map, their pages are not."""
+    """Their questions are in memory that both processes map; pages pass through 16 MiB of it."""
     known = families("llama")
     with Engine(
         known.directory, policy=Policy(3, 3, cache=ALL), device="sim", attention_workers=["sim", "sim"], worker_mem="8M"
@@ -359,7 +359,7 @@ def test_a_process_for_each_device(families: Any) -> None:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
         for tier in engine.core.machine.workers:
             client = tier.client  # type: ignore[attr-defined]
-            assert (client.pages, client.shares, tier.local_bytes) == ("device", True, 0)
+            assert (client.pages, client.shares, tier.local_bytes) == ("device", True, 16 << 20)
             assert client.name.endswith(", sim)")
             assert engine.summary.peak_bytes[tier.name] > 0
         assert engine.planner.rates.known().worker_cores == {}

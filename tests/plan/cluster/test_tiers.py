@@ -35,10 +35,12 @@ def test_four_machines_are_faster_than_one(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_the_report_names_the_slowest_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["opt-6.7b", "--hardware", T4, "--stages", "2", *SIZES, "--rows", "64"]) == 0
+    words = ["opt-6.7b", "--hardware", T4, "--stages", "2", *SIZES, "--rows", "64", "--stage-link", "1.25G,1e-4"]
+    assert plan.main(words) == 0
     shown = capsys.readouterr().out
     for part in ("opt-6.7b on 2 x t4-16gb_208gb_ssd", "stages (of 2 cohorts", "  1: layers ", "prediction: ",
-                 "the job takes at least "):  # fmt: skip
+                 "the job takes at least ", "network: 285 MB of hidden states cross each link; from stage 0 to 1 they"
+                 " take 0.228 s; with links that take no time the job takes "):  # fmt: skip
         assert part in shown
 
 
@@ -48,6 +50,9 @@ def test_the_report_names_the_slowest_stage(capsys: pytest.CaptureFixture[str]) 
         (["--stages", "0"], "--stages is 0; it must be at least 1"),
         (["--stages", "2", "--frontier"], "is for the plan of one machine, but --stages is given"),
         (["--stages", "2", "--cluster", "llm-pq-3"], "--cluster describes other machines than --stages"),
+        (["--stage-link", "1G"], "is the network between the machines of --stages; give --stages, too"),
+        (["--stages", "2", "--stage-link", "1G,x"], "--stage-link is 1G,x; it is bytes per second, and after a comma"),
+        (["--stages", "2", "--stage-link", "fast"], "--stage-link is 'fast'; it must be a number of bytes"),
         (["--stages", "33"], "there are 33 stages, but the model has 32 layers"),
     ],
 )
