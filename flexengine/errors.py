@@ -269,6 +269,12 @@ def listed(names: Iterable[object], quoted: bool = False, last: str = " and ") -
     return f"{', '.join(some[:-1])}{last}{some[-1]}" if len(some) > 1 else "".join(some)
 
 
+def format_words(name: str) -> str:
+    """Return the name of a format of weights for messages: "FP8 128x128" for fp8-128x128."""
+    family, _, rest = name.partition("-")
+    return f"{family.upper()} {rest.replace('-', ' ')}".rstrip()
+
+
 def bracketed(names: Iterable[object]) -> str:
     """Return names in quotation marks and brackets, as `listed` has them."""
     return f"[{listed(names, True, ', ')}]"

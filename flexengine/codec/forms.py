@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pkgutil import resolve_name
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput, shown
 
-TOGETHER = 256  # rows dequantized at a time, for some megabytes of scratch memory
+TOGETHER, SCRATCH = 256, 1 << 20  # most rows and, beyond one row, numbers dequantized at a time
 
 
 class Form(ABC):
@@ -24,8 +24,11 @@ class Form(ABC):
 
     rows: int  # output channels
     columns: int  # inputs
-    # Rows encoded together: k * step .. (k + 1) * step - 1 lie at byte k * step_bytes; the last ones are filled up.
-    step: ClassVar[int] = 1
+
+    @property
+    def step(self) -> int:
+        """Rows encoded together: rows k * step .. (k + 1) * step - 1; the last ones are filled up."""
+        return 1
 
     @property
     @abstractmethod
@@ -35,7 +38,7 @@ class Form(ABC):
     @property
     @abstractmethod
     def step_bytes(self) -> int:
-        """Bytes of `step` rows."""
+        """Bytes of `step` rows, if these lie side by side. Raise NotImplementedError if not."""
 
     @abstractmethod
     def encode(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
@@ -81,6 +84,11 @@ class Form(ABC):
         """Bytes of the whole matrix."""
         return -(-self.rows // self.step) * self.step_bytes
 
+    def spans(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Yield first byte and number of bytes of the parts of rows low to high - 1, which, one after the other, are
+        the matrix of these rows in this format. low: a multiple of `step`."""
+        yield low // self.step * self.step_bytes, self.with_rows(high - low).nbytes
+
     def matrices(self) -> Iterator[tuple[int, int, "Form"]]:
         """Yield first row, first byte and format of each matrix that this one consists of, one after the other. It is
         one if all rows have the same format."""
@@ -97,7 +105,8 @@ class Form(ABC):
     def dequantize_rows(self, data: Tensor, ids: Tensor) -> Tensor:
         """Return some dequantized rows, fp32 [n, columns]; ids: int64 [n]. Only the bytes of these rows are copied."""
         out = torch.empty(len(ids), self.columns, device=data.device)
-        for rows, target in zip(torch.split(ids, TOGETHER), torch.split(out, TOGETHER), strict=True):
+        step = max(1, min(TOGETHER, SCRATCH // self.columns))
+        for rows, target in zip(torch.split(ids, step), torch.split(out, step), strict=True):
             if len(rows):
                 target.copy_(self.decode(data, rows))
         return out
@@ -111,14 +120,20 @@ _GGUF = (
     " iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq1_s iq1_m"
 )
 FORMS.update({name: f"flexengine.codec.gguf_blocks:{name}" for name in _GGUF.split()})
+# Families of formats, whose names go on after the first "-", as "fp8-128x128": functions of name, rows and columns.
+FAMILIES = dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4", "w8", "w4"), "flexengine.codec.scaled:named")
+
+FAMILIES |= dict.fromkeys(("gptq2", "gptq3", "gptq4", "gptq8", "awq4"), "flexengine.codec.by_inputs:named")
+FAMILIES |= dict.fromkeys(("nf4", "fp4"), "flexengine.codec.flat_blocks:named")
 
 
 def make_form(name: str, rows: int, columns: int) -> Form:
     """Return a format of FORMS for a matrix, or of several for its rows, as "q4_k+q6_k" for its two halves. Raise
     InvalidInput if there is none of this name."""
-    if name not in FORMS and "+" not in name:
+    family = FAMILIES.get(name.partition("-")[0]) if "-" in name else None
+    path = FORMS.get(name) or ("flexengine.codec.mixed:halves" if "+" in name else family)
+    if path is None:
         raise InvalidInput(f"there is no format {shown(name)} of weights; known are {', '.join(FORMS)}")
-    path = FORMS.get(name) or "flexengine.codec.mixed:halves"
     form: Form = resolve_name(path)(rows=rows, columns=columns, **{} if name in FORMS else {"name": name})
     return form
 

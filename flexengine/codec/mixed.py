@@ -20,7 +20,7 @@ class Mixed(Form):
 
     @property
     def name(self) -> str:
-        return "+".join(part.name for part in self.parts)
+        return "+".join(dict.fromkeys(part.name for part in self.parts))
 
     @property
     def block_columns(self) -> int:

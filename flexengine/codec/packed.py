@@ -26,7 +26,6 @@ and kernels multiply them by activations that are 0.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -157,7 +156,6 @@ class Packed(Form):
     codec: Groupwise  # of a group of 32, 64 or 128 columns
     rows: int
     columns: int
-    step: ClassVar[int] = ROWS
 
     def __post_init__(self) -> None:
         if self.codec.group % (4 * 8) or min(self.rows, self.columns) < 1:
@@ -169,6 +167,10 @@ class Packed(Form):
     @property
     def name(self) -> str:
         return self.codec.name
+
+    @property
+    def step(self) -> int:
+        return ROWS
 
     @property
     def uses_importance(self) -> bool:

@@ -161,7 +161,7 @@ class Core:
         """Return the summary of a job without rows."""
         dtype = str(self.dtype).removeprefix("torch.")
         verified = Verified(self.verifier.files, self.verifier.bytes, self.verifier.seconds) if self.verifier else None
-        modules = self.skeleton.module_words if self.opened.cpu and self.dtype == torch.float32 else ()
+        modules = self.opened.facts.as_modules
         return Summary(
             self.source.name, self.machine.kind, dtype, lossy=self.lossy, verified=verified, as_modules=modules
         )

@@ -232,13 +232,11 @@ def to_multiply(x: Tensor, form: Form, compute: base.Compute | None) -> Tensor:
 def decoded_parts(weight: Tensor, form: Form) -> Iterator[tuple[slice, Tensor]]:
     """Yield all rows of an encoded weight in slices of WIDENED bytes, each with its dequantized rows."""
     for first, start, part in form.matrices():
-        blocks = weight[start : start + part.nbytes].view(-1, part.step_bytes)
-        step = max(1, WIDENED // max(1, part.columns * 4 * part.step))
-        for low in range(0, len(blocks), step):
-            begin, end = low * part.step, min(part.rows, (low + step) * part.step)
-            decoded = part.with_rows(end - begin).dequantize(blocks[low : low + step].view(-1))
+        data, step = weight[start : start + part.nbytes], max(1, WIDENED // max(1, part.columns * 4))
+        for low in range(0, part.rows, step):
+            ids = torch.arange(low, min(part.rows, low + step), device=weight.device)
             # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
-            yield slice(first + begin, first + end), decoded.contiguous()
+            yield slice(first + low, first + low + len(ids)), part.dequantize_rows(data, ids).contiguous()
 
 
 def _rounded(x: Tensor, group: int) -> Tensor:

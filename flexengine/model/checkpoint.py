@@ -41,6 +41,7 @@ from flexengine.model.files import (
 from flexengine.system.read_retries import opened
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 _MAX_DIMENSIONS = 64  # torch's limit
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -259,6 +260,8 @@ def origins(
     extras = _extras(unused, used, loading.layers)
     if not loading.has_towers:  # the class is the text part of a larger one
         extras |= {name: "parts for images and sound" for name in unused if re.search(_TOWERS, name)}
+    if any(origin.form for origin in tensors.values()):
+        extras |= resolve_name("flexengine.model.quantised.matrices:zero_biases")(unused, tensors)
     _check(located, wanted, [name for name in unused if name not in extras])
     if extras:
         some, kinds = ", ".join(list(extras)[:3]) + " ..." * (len(extras) > 3), ", ".join(sorted({*extras.values()}))
@@ -292,6 +295,8 @@ def differ(tensors: Mapping[str, Origin], skeleton: Any) -> bool:
     if one is None or other is None or one == other:
         return False
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
+        return True
+    if one.form != other.form or len(one.runs) > 1:  # the head is encoded, or both are, each in its own tensors
         return True
     ((path, start, _),), ((other_path, other_start, _),) = one.runs, other.runs
     with opened(path) as first, opened(other_path) as second:
@@ -348,6 +353,9 @@ def _convert(
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             raise UnsupportedModel(f"{name} is made by {operations} on load, which reorders single numbers")
         shape = tuple(numbers.shape) if vector else (*numbers.shape[:-1], row)
+        if any(source.form for source in sources):
+            result[name] = resolve_name("flexengine.model.quantised.matrices:joined")(name, numbers, names, sources)
+            continue
         result[name] = Origin(_runs(numbers.reshape(-1), sources, row * dtype.itemsize), dtype, shape)
     return result
 
@@ -371,6 +379,7 @@ def _check(located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]],
         "missing": sorted(set(wanted) - set(have)),
         "of another shape": [f"{n} {o.shape} instead of {wanted[n]}" for n, o in have.items() if o.shape != wanted[n]],
         "not floating point": sorted(n for n, o in have.items() if not o.dtype.is_floating_point),
+        "in 8 bits without scales": [n for n, o in have.items() if o.dtype.is_floating_point and o.dtype.itemsize < 2],
         "not used by the model": list(unused),
     }
     if any(faults.values()):

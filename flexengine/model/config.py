@@ -20,7 +20,7 @@ from flexengine.activity import message
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput, UnsupportedModel, shown
 from flexengine.model.checkpoint import read_checkpoint
-from flexengine.model.files import AGAIN, PLACES, PLAIN, read_object
+from flexengine.model.files import AGAIN, PLACES, read_object
 
 # Maximum of a number by its key: the first pattern that matches applies. All known models are far below these limits.
 _LIMITS = {
@@ -63,15 +63,15 @@ def load_config(directory: Path, trust_remote_code: bool = False, weights: bool 
 
     Raises:
         BadCheckpoint: config.json cannot be read, or the checkpoint's headers contradict it.
-        UnsupportedModel: a number exceeds its limit, the weights are quantised, the model needs its own code and
-            trust_remote_code is false, or transformers refuses the config.
+        UnsupportedModel: a number exceeds its limit, the weights are quantised in an unknown way, the model needs its
+            own code and trust_remote_code is false, or transformers refuses the config.
     """
     config, stated, (layers, experts) = parsed_config(directory, trust_remote_code, weights)
     path = directory / "config.json"
-    if stated:
+    if stated and not weights:
         config.dtype = config.dtype or torch.bfloat16
         plain = str(config.dtype).removeprefix("torch.")
-        message(f"{path} states quantised weights ({stated}), which cannot be run; the plan is for {plain}")
+        message(f"{path} states quantised weights ({stated}), but they are not here; the plan is for {plain}")
     if not weights:
         if note := defaulted(path, config):
             message(note, logging.WARNING)
@@ -98,13 +98,16 @@ def parsed_config(
     check_limits(path, raw)
     _check_sources(path, raw, trust_remote_code)
     if (stated := quantisation(raw)) and weights:
-        raise UnsupportedModel(f"{path}: the weights are quantised ({stated}), which is not supported; {PLAIN}")
+        resolve_name("flexengine.model.quantised.schemes:settings_of")(path, raw)
     _check_fields(path, raw)
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
+        if stated:  # the model is built as for plain weights
+            for part in (config, text):
+                part.__dict__.pop("quantization_config", None)
         counts = {name: getattr(text, name, None) for name in _COUNTS}
         size = size_of(config)
     except Exception as error:  # transformers raises errors of many types for bad configs

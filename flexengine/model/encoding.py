@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flexengine.activity import activity, advance, message, tick
 from flexengine.codec.forms import FORMS, Form, WeightFormat, make_form
-from flexengine.errors import BadCheckpoint, InvalidInput, size
+from flexengine.errors import BadCheckpoint, InvalidInput, format_words, size
 from flexengine.model.checkpoint import Origin, read_header
 from flexengine.model.prepare import fingerprint, prepared
 from flexengine.model.row_pairs import in_order
@@ -91,7 +91,8 @@ def encoded(
 
         (DEPTH + 2) x bytes of a piece, stored or encoded + scratch memory of a piece for each thread
 
-    and, as a matrix that the checkpoint stores transposed is read whole, two such matrices. For matrices of 16 MB and
+    and, as a matrix that the checkpoint stores transposed, or whose rows are encoded together (GPTQ, AWQ,
+    bitsandbytes), is read whole, two such matrices, decoded. For matrices of 16 MB and
     more, this is less than DEPTH x the largest parameter by far. An interrupted run continues with the first file that
     is missing.
 
@@ -111,7 +112,9 @@ def encoded(
     for name, form in chosen.items():
         packed = form.packed
         fit = [FIT, importances.digest] if importances is not None and packed.uses_importance else None
-        keys[name] = json.dumps([name, packed.name, packed.rows, packed.columns, form.count, form.transposed, fit])
+        key = [name, packed.name, packed.rows, packed.columns, form.count, form.transposed, fit]
+        own = stored[name].form  # the config decides how the bytes of a quantised checkpoint are read
+        keys[name] = json.dumps(key if own is None else [*key, repr(own)])
 
     def build(directory: Path) -> None:
         """Write one file per parameter, which has the same name for the same bytes: a parameter that other encoded
@@ -122,7 +125,7 @@ def encoded(
         missing = [name for name in chosen if not final[name].exists() and not _linked(final[name])]
         if not missing:
             return
-        if again := {form.packed.name.upper() for name in missing if (form := stored[name].form) is not None}:
+        if again := {format_words(form.packed.name) for name in missing if (form := stored[name].form) is not None}:
             kinds = ", ".join(sorted({form.packed.name for form in chosen.values()}))
             text = f"{files[0].name} holds weights in {', '.join(sorted(again))}, which are encoded again as {kinds}"
             message(f"{text}: the errors of both add up; without --weights they stay as they are")
@@ -238,9 +241,14 @@ def pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[MatrixPiec
     matrices, size = max(1, form.count), origin.dtype.itemsize
     rows, columns, together = form.packed.rows, form.packed.columns, form.packed.step
     step = max(together, CHUNK // columns // together * together)
+    turned = form.transposed and origin.form is None  # encoded matrices are decoded as [out, in]
+    parts = [] if origin.form is None else origin.form.packed.matrices()
+    apart = any(part.step > step for *_, part in parts)  # more rows than a piece has are decoded together
     for number in range(matrices):
-        start = number * (decoded_size(origin) // matrices)
-        whole = read_part(origin, start, rows * columns * size).view(columns, rows).t() if form.transposed else None
+        start, whole = number * (decoded_size(origin) // matrices), None
+        if turned or apart:
+            whole = read_part(origin, start, rows * columns * size).view((columns, rows) if turned else (rows, columns))
+            whole = whole.t() if turned else whole
         for low in range(0, rows, step):
             count = min(step, rows - low)
             if whole is None:
@@ -297,8 +305,11 @@ def _decoded_rows(raw: Origin, form: Form, low: int, high: int) -> Tensor:
             row, at = number * form.rows + first, number * form.nbytes + start
             begin, end = max(low, row), min(high, row + part.rows)
             if begin < end:
-                data = read_part(raw, at + (begin - row) * part.step_bytes, (end - begin) * part.step_bytes)
-                parts.append(part.with_rows(end - begin).dequantize(data))
+                first = (begin - row) // part.step * part.step
+                last = min(part.rows, -(-(end - row) // part.step) * part.step)
+                data = torch.cat([read_part(raw, at + offset, nbytes) for offset, nbytes in part.spans(first, last)])
+                decoded = part.with_rows(last - first).dequantize(data)
+                parts.append(decoded[begin - row - first : end - row - first])
     return torch.cat(parts)
 
 

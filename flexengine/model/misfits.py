@@ -21,7 +21,7 @@ def remedy_of(
         have: shapes of the checkpoint's tensors.
     """
     missing, unused = faults["missing"], faults["not used by the model"]
-    if any(_QUANTISED.search(name) for name in unused):
+    if faults["in 8 bits without scales"] or any(_QUANTISED.search(name) for name in unused):
         return f"its weights are quantised; {PLAIN}"
     if any(".lora_A." in name or ".base_layer." in name for name in unused):
         return "it holds an adapter of peft: merge it (merge_and_unload), and save the model"

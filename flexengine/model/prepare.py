@@ -6,7 +6,8 @@ $FLEXENGINE_CACHE or ~/.cache/flexengine
   prepared/<key>.part/      unfinished encoded weights; the next run continues with them, within ABANDONED seconds
   prepared/<key>.tmp-<pid>/ written by the process that holds the lock; garbage if no process holds it
   prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
-  prepared/<key>.sha256     digest of a model's file, with the `_marks` that the file had; the key is of its path
+  prepared/<key>.sha256     digest of a model's file, with the `file_marks` that the file had; the key is of its path
+  prepared/<key>.scales     an empty note: scales of a quantised checkpoint with these marks were checked
 
 A key is a hash of contents, so environments and copies of a model share one directory, and a changed file has another.
 """
@@ -39,7 +40,7 @@ _YOUNG = 3.0  # seconds after a change in which another change may leave the sam
 _END = 2**16  # bytes at each end of a file that are compared
 _LONG = 4 << 30  # bytes; hashing more is announced before, as it may take minutes
 _POLL = 0.1  # seconds between two attempts to lock
-_digests: dict[tuple[Path, str], str] = {}  # digest by path and `_marks` of a file, hashed by this process
+_digests: dict[tuple[Path, str], str] = {}  # digest by path and `file_marks` of a file, hashed by this process
 _held: dict[Path, int] = {}  # descriptor by directory that this process uses
 
 
@@ -84,7 +85,7 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
 
 
 def digests(files: Sequence[Path]) -> list[str]:
-    """Return the SHA-256 of each file. Files whose path and marks (`_marks`) are those of an earlier call, in this
+    """Return the SHA-256 of each file. Files whose path and marks (`file_marks`) are those of an earlier call, in this
     process or, unless they had just changed then, in any, are not read again. An error, such as KeyboardInterrupt,
     ends the hashing at the next block.
     """
@@ -110,7 +111,7 @@ def _known(file: Path) -> str | None:
     if file.parent.parent == cache_root() / "prepared":  # converted: `_build` wrote the digests
         with suppress(BadCheckpoint):
             return read_sums(file.parent / SUMS).get(file.name)
-    now = _marks(file)
+    now = file_marks(file)
     try:
         marks, _, digest = _digest_file(file).read_text(encoding="ascii").rpartition(" ")
     except (OSError, ValueError):  # a damaged file is no text
@@ -127,15 +128,15 @@ def _hashed(file: Path, ended: Event) -> str:
             raise CancelledError
         advance(size)
 
-    began, marks = time.time(), _marks(file)
+    began, marks = time.time(), file_marks(file)
     digest = digest_of(file, count)
     about = file.stat()
-    if marks != _marks(file):
+    if marks != file_marks(file):
         return digest
     _digests[file.resolve(), marks] = digest
     if began - max(about.st_mtime, about.st_ctime) > _YOUNG:
         with suppress(OSError):  # the cache cannot be written: the next call hashes again
-            _make_private(_digest_file(file).parent)
+            make_private(_digest_file(file).parent)
             _digest_file(file).write_text(f"{marks} {digest}", encoding="ascii")
     return digest
 
@@ -144,7 +145,7 @@ def _digest_file(file: Path) -> Path:
     return cache_root() / "prepared" / f"{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]}.sha256"
 
 
-def _marks(file: Path) -> str:
+def file_marks(file: Path) -> str:
     """Return size, times, device and inode of a file, and a hash of its first and last _END bytes.
 
     Linux sets one of the times, ctime, at every write to a file; programs cannot set it. Marks can be those of other
@@ -160,7 +161,7 @@ def _marks(file: Path) -> str:
     return f"{about.st_size} {times} {about.st_dev} {about.st_ino} {ends.hexdigest()}"
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
     for missing in reversed([p for p in (directory, *directory.parents) if not p.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
 
@@ -203,7 +204,7 @@ def prepared(
     root = final.parent
     try:
         while not hold(final):
-            _make_private(root)
+            make_private(root)
             with _locked(final):
                 if not final.is_dir():
                     _sweep(final)

@@ -26,6 +26,7 @@ class TensorFact:
     together: int = 16  # rows of an encoded tensor that are encoded together
     form: str = ""  # name of the format, "" for plain
     early: bool = False  # whether its layer uses it before attention only
+    most: int = 0  # of an encoded output projection: bytes of `together` rows, of which the last have fewer
 
     @property
     def rows_together(self) -> int:

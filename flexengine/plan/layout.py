@@ -248,12 +248,12 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     blocks = -(-model.vocabulary // together)
     room = layout.slot or HEAD_CHUNK
     room -= slot_bytes([room]) - room  # the bytes that `slot_bytes` adds to large tensors
-    most = max(1, room // (head.held_bytes // blocks))
-    taken = -(-blocks // -(-blocks // most))
+    held, stored = (head.most or nbytes // blocks for nbytes in (head.held_bytes, head.stored_bytes))
+    taken = -(-blocks // -(-blocks // max(1, room // held)))
     layout.head_rows = min(model.vocabulary, taken * together)
-    layout.slot = max(layout.slot, slot_bytes([taken * (head.held_bytes // blocks)]))
+    layout.slot = max(layout.slot, slot_bytes([taken * held]))
     if place_of(home).disk:
-        layout.stages[home] = max(layout.stages.get(home, 0), slot_bytes([taken * (head.stored_bytes // blocks)]))
+        layout.stages[home] = max(layout.stages.get(home, 0), slot_bytes([taken * stored]))
 
 
 def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:

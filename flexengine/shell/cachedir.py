@@ -45,7 +45,7 @@ _NAMES: dict[str, dict[str, tuple[str, bool]]] = {  # by folder and pattern: (ki
     "hardware": {rf"{_KEY}\.json": ("rates", False), rf"{_KEY}\.{_RANDOM}": ("leftovers", False)},
     "offload": {r"flexengine-.+\.(spill|measuring)": ("leftovers", False)},
 }
-_SMALL = rf"{_KEY}\.(lock|sha256)"  # never removed: all processes must lock the same inode; digests of models stay true
+_SMALL = rf"{_KEY}\.(lock|sha256|scales)"  # never removed: all processes must lock the same inode; the others stay true
 _MAX_NOTE_BYTES = 1 << 20
 _MAX_SOURCES = 4  # steps from encoded weights over a converted model to the user's model
 FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW  # flags with which folders of the cache are opened

@@ -12,14 +12,14 @@ import torch
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import WeightFormat
-from flexengine.errors import BadCheckpoint, FlexError, InvalidInput
+from flexengine.errors import BadCheckpoint, FlexError, InvalidInput, format_words
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.build import build, build_from
 from flexengine.model.checkpoint import ByteRange, Origin, differ, origins, read_checkpoint
-from flexengine.model.config import choose_dtype, defaulted, load_config
-from flexengine.model.files import set_links, weights_in
+from flexengine.model.config import choose_dtype, defaulted, load_config, quantisation
+from flexengine.model.files import read_object, set_links, weights_in
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.source import ModelSource, resolve
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -37,6 +37,8 @@ GUESTS = {
     "formats by layer": "flexengine.worker.layer_formats:read",
     "range of layers": "flexengine.model.layer_range:use_range",
     "halves": "flexengine.model.halves:look_closer",
+    "quantised": "flexengine.model.quantised.schemes:decoded_names",
+    "matrices": "flexengine.model.quantised.matrices:check_matrices",
 }
 
 
@@ -194,7 +196,7 @@ class OpenModel:
             leaves=skeleton.leaves,
             embedding_stays=skeleton.embedding_stays,
             queries_apart=skeleton.queries_apart,
-            as_modules=skeleton.module_words if self.cpu and self.dtype == torch.float32 else (),
+            as_modules=self._module_words() if self.cpu and self.dtype == torch.float32 else (),
             topk=lossy.sparse_attention,
             rounded=lossy.compute is not None and self.dtype == torch.float32 and kernels.bf16,
             # Calls of whole layers keep theirs (`Cache.paged`) beside those of attention.
@@ -203,6 +205,19 @@ class OpenModel:
             gpu=not self.cpu,
             **sizes,
         )
+
+    def _module_words(self) -> tuple[str, ...]:
+        """Return texts that say which layers run as modules of transformers, and why."""
+        forms = {name: form.packed.matrices() for name, form in self.skeleton.forms.items()}
+        slow = {name: {part.name for *_, part in parts if not part.in_steps} for name, parts in forms.items()}
+        kinds = [set[str]().union(*(slow.get(name, ()) for name in layer)) for layer in self.skeleton.layers]
+        if not (count := sum(map(bool, kinds))):
+            return self.skeleton.module_words
+        names = ", ".join(sorted(map(format_words, set[str]().union(*kinds))))
+        text = (
+            f"{count} of {len(kinds)} layers run as modules of transformers, which is slower: their weights in {names}"
+        )
+        return *self.skeleton.module_words, f"{text} are decoded in torch"
 
     def _tensor_facts(
         self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, int] = MappingProxyType({})
@@ -215,7 +230,9 @@ class OpenModel:
             early, matrix = name in skeleton.early, len(shape) > 1
             fact = TensorFact(name, elements, size, held.itemsize, experts.get(name, 0), matrix, early=early)
             if (form := skeleton.forms.get(name)) is not None:
-                fact = replace(fact, encoded=form.nbytes, together=form.packed.step, form=form.packed.name + by)
+                packed = form.packed
+                most = packed.with_rows(packed.step).nbytes if name == skeleton.output else 0
+                fact = replace(fact, encoded=form.nbytes, together=packed.step, most=most, form=packed.name + by)
             elif self.lossy.compute == "bf16" and fact.matrix and held == torch.bfloat16:
                 fact = replace(fact, form="bfloat16" + by)
             tensor_facts.append(fact)
@@ -302,7 +319,7 @@ def open_model(
         dtype: see `model.config.named_dtype`.
         kind: kind of machine: cpu, sim or cuda.
         weights: False also accepts a directory that has only a config.json; its weights then count as stored in the
-            config's dtype.
+            config's dtype. Scales of quantised weights are not checked then.
         lossy: switches for the formats of weights and cache.
         layers: first layer, and last layer + 1, to hold, or a function of the number of layers that returns them; None
             for all.
@@ -328,6 +345,9 @@ def open_model(
         if kind != "cpu":  # for policies that a CPU's own memory has no use for
             resolve_name(GUESTS["halves"])(skeleton)
     tensors = {} if bare else read_checkpoint(source.directory, source.given)
+    quantised = not bare and quantisation(read_object(source.directory / "config.json"))
+    if quantised:
+        tensors = resolve_name(GUESTS["quantised"])(source.directory, tensors, weights)
     skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
     if layers is not None:
         use_range = resolve_name(GUESTS["range of layers"])
@@ -338,6 +358,8 @@ def open_model(
     except BadCheckpoint as error:
         lack = defaulted(source.directory / "config.json", config)
         raise BadCheckpoint("; ".join(filter(None, (str(error), lack)))) from error
+    if quantised:
+        resolve_name(GUESTS["matrices"])(skeleton, stored)
     opened = OpenModel(source, computing, skeleton, stored, kind != "cuda", verifier=trust.verifier)
     opened.use(lossy)
     return opened

@@ -189,8 +189,8 @@ class Weights:
             return {}
         pieces, width = self._pieces[self._head], self.skeleton.head[1][1]
         if (form := self._forms.get(self._head)) is not None:
-            first, size = low // form.packed.step * form.packed.step_bytes, form.packed.with_rows(high - low).nbytes
-            return {self._head: (part_of(pieces, first, size), (size,))}
+            parts = [piece for span in form.packed.spans(low, high) for piece in part_of(pieces, *span)]
+            return {self._head: (parts, (_nbytes(parts),))}
         row = width * pieces[0].dtype.itemsize
         return {self._head: (part_of(pieces, low * row, (high - low) * row), (high - low, width))}
 

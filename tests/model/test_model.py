@@ -125,7 +125,7 @@ def in_8_bits(tensors: dict[str, torch.Tensor]) -> None:
     (lambda tensors: tensors.pop("lm_head.weight"), 'put "tie_word_embeddings": true into config.json'),
     (wrapped, "are named with '_orig_mod.' before the names of the model: rename them without it"),
     (with_adapter, "holds an adapter of peft: merge it"), (quantised, "its weights are quantised; take the model's"),
-    (in_8_bits, "has dtype F8_E4M3, which is not supported; take the model's unquantised checkpoint"),
+    (in_8_bits, "in 8 bits without scales: model.norm.weight (1); its weights are quantised; take the model's unq"),
     (lambda tensors: tensors.update({"extra.weight": torch.ones(1)}), "if they may be left out, load it with"),
 ])  # fmt: skip
 def test_a_checkpoint_that_does_not_fit_says_what_to_do(

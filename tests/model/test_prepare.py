@@ -101,15 +101,15 @@ def test_marks_are_of_the_file_and_its_ends(tmp_path):
     """Stores through a memory map need not change the times of a file."""
     file = tmp_path / "a"
     file.write_bytes(b"a" * 300_000)
-    found = [prepare._marks(file)]
+    found = [prepare.file_marks(file)]
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
         for place in (5, 6, 299_999):
             mapped[place] = 0
-            size, *_, digest = prepare._marks(file).split()
+            size, *_, digest = prepare.file_marks(file).split()
             found.append(digest)
     assert len(set(found)) == 4
     about = file.stat()
-    assert (int(size), *map(str, (about.st_dev, about.st_ino))) == (300_000, *prepare._marks(file).split()[3:5])
+    assert (int(size), *map(str, (about.st_dev, about.st_ino))) == (300_000, *prepare.file_marks(file).split()[3:5])
 
 
 def test_hashing_ends_at_the_next_block_if_it_is_stopped(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from flexengine.codec.forms import make_form
 from flexengine.errors import OutOfMemory, size
 from flexengine.places import TIERS
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -191,6 +192,21 @@ def test_head_chunks_cover_the_vocabulary(rng: random.Random) -> None:
         sizes = [high - low for low, high in chunks]
         assert max(sizes) * model.hidden * head.held <= layout.slot
         assert max(sizes) - min(sizes) < len(chunks)
+
+
+@pytest.mark.parametrize("home", [(0, 1, 0), (0, 0, 1)])
+def test_the_slot_of_an_encoded_head_holds_its_largest_chunk(home: tuple[float, float, float]) -> None:
+    """The last block of 32001 rows has one row, so the mean of all blocks is less than one of them."""
+    form = make_form("fp8-128x128", 32001, 4096)
+    most, mean = form.with_rows(form.step).nbytes, form.nbytes // 251 + 1
+    head = TensorFact("head", 32001 * 4096, 4, 1, encoded=form.nbytes, together=form.step, most=most)
+    model = replace(opt(1, 4096, 32, 32001), layers=((TensorFact("0", 10 * mean, 1, 1),),), head=head)
+    policy = Policy(gpu_batch_size=1, num_gpu_batches=1, weights=home)
+    layout = lay_out(model, policy, Workload({(8, 8): 1}), FREE)
+    for low, high in layout.head_chunks(model.vocabulary):
+        chunk = form.with_rows(high - low).nbytes
+        assert chunk <= layout.slot
+        assert home[1] or chunk <= layout.stages["disk"]
 
 
 def test_slot_offsets() -> None:

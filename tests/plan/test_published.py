@@ -46,15 +46,12 @@ def test_there_are_thirty() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3", "gpt-oss-120b"])
 def test_experts_need_no_weights_beside_the_config(tmp_path: Path, name: str) -> None:
-    """Quantised weights are planned as plain ones, and never run."""
+    """Quantised weights that are not there are planned as plain ones."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name].fields))
     config = load_config(tmp_path, weights=False)
     layers, experts = size_of(config)
     assert layers * experts > 4_000
     assert config.dtype == torch.bfloat16
-    if "quantization_config" in MODELS[name].fields:
-        with pytest.raises(UnsupportedModel, match="quantised"):
-            load_config(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 1200}, {"num_local_experts": 60_000}])

@@ -96,8 +96,8 @@ def test_without_triton_weights_are_decoded_once_for_all_rows(monkeypatch: pytes
     torch.manual_seed(0)
     form, decoded = matrices.packed(4, 32, 320, 512), list[int]()
     x, data = torch.randn(300, 512), form.encode(torch.randn(320, 512) / 10)
-    dequantize = type(form).dequantize
-    monkeypatch.setattr(type(form), "dequantize", lambda f, d: decoded.append(f.rows) or dequantize(f, d))
+    dequantize = type(form).dequantize_rows
+    monkeypatch.setattr(type(form), "dequantize_rows", lambda f, d, i: decoded.append(len(i)) or dequantize(f, d, i))
     for compute in (None, "int8"):
         out = CudaKernels(fused=False).product(x, data, form, None, compute)
         assert sum(decoded) == 320

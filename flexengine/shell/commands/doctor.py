@@ -105,6 +105,8 @@ def _kernels(facts: Any) -> Iterator[str]:
 def _model(facts: Any) -> Iterator[str]:
     if model := facts.part("model"):
         yield f"{model['name']}: native kernels compute {model['native']} of {model['layers']} layers on a CPU"
+        if formats := model.get("formats"):
+            yield f"weights as in the file: {', '.join(formats)}"
 
 
 def _compiler(facts: Any) -> Iterator[str]:

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
 from flexengine import kernels
 from flexengine.config import cache_root
+from flexengine.errors import format_words
 from flexengine.kernels import build
 from flexengine.kernels.onednn import has_onednn
 from flexengine.places import disks_of
@@ -103,11 +105,13 @@ def _best(table: Table) -> float:
 
 
 def model_facts(model: str) -> dict[str, Any]:
-    """Return how many layers of a model native kernels compute on a CPU, and why they do not compute the others. No
-    weight is read, and nothing is downloaded; kernels are compiled first if necessary."""
+    """Return how many layers of a model native kernels compute on a CPU, why they do not compute the others, and the
+    formats of weights that are encoded in the checkpoint. No weight is read (but scales of quantised ones), and nothing
+    is downloaded; kernels are compiled first if necessary."""
     from flexengine.model.build import build_from  # imported here, as it imports transformers
-    from flexengine.model.config import load_config
-    from flexengine.model.files import weights_in
+    from flexengine.model.checkpoint import read_checkpoint
+    from flexengine.model.config import load_config, quantisation
+    from flexengine.model.files import read_object, weights_in
     from flexengine.model.forward import pausing_layers
     from flexengine.model.source import ModelSource, check_local, resolve
 
@@ -121,8 +125,13 @@ def model_facts(model: str) -> dict[str, Any]:
         skeleton = build_from(config, source.directory, torch.float32)
         layers = pausing_layers(skeleton.model)
         native = sum(layer.native is not None and layer.native.kind.proven() for layer in layers)
+    tensors = {} if bare else read_checkpoint(source.directory, source.given)
+    if not bare and quantisation(read_object(source.directory / "config.json")):
+        decoded_names = resolve_name("flexengine.model.quantised.schemes:decoded_names")
+        tensors = decoded_names(source.directory, tensors, check=False)
+    forms = sorted({format_words(origin.form.packed.name) for origin in tensors.values() if origin.form})
     texts = list(skeleton.module_words)
-    return {"name": source.name, "layers": len(layers), "native": native, "as_modules": texts}
+    return {"name": source.name, "layers": len(layers), "native": native, "as_modules": texts, "formats": forms}
 
 
 def facts(offload: Path, disks: list[Path], measure: bool, model: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from flexengine.errors import format_words
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import percent
 
@@ -15,6 +16,7 @@ def form_words(model: ModelFacts) -> list[str]:
         elements[name] += tensor.elements
     names = [name for name, _ in nbytes.most_common() if name and not name.startswith("int")]
     shares = [
-        f"{n.upper()}, {8 * nbytes[n] / elements[n]:.3g} bits ({percent(nbytes[n] / nbytes.total())})" for n in names
+        f"{format_words(n)}, {8 * nbytes[n] / elements[n]:.3g} bits ({percent(nbytes[n] / nbytes.total())})"
+        for n in names
     ]
     return [f"weights as in the file: {'; '.join(shares)}"] if shares else []
