@@ -102,7 +102,8 @@ class Policy:
             off the device have one buffer more if there is overlap.
         schedule: when sequences enter the block: row (one gpu_batch at a time), zigzag (all together), diagonal (one
             cohort per sweep) or continuous.
-        prefill_tokens: most tokens of one gpu_batch in a sweep; limits the memory of activations.
+        prefill_tokens: most tokens of one gpu_batch in a sweep; limits the memory of activations. Models with states
+            beside keys and values take 128 or more: two chunks of their modules.
         delegate: sequences whose decode attention the CPU computes: none, those with KV cache on the host, or all with
             KV cache off the device, whose pages on disks are read to host RAM. Queries, keys and values of new tokens
             then cross the link instead of pages (FlexGen section 4.2, "CPU computation"). True is read as "host" if the

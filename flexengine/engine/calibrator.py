@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # As module:name, which is imported on first use.
 CHECK, CALIBRATION = "flexengine.guests.calibration:check", "flexengine.guests.calibration:calibration"
-BITS = "flexengine.guests.bits:Bits"  # chooses the formats of layers, for weights that are `mixed`
 Ids = Sequence[int]
 Score = Callable[[list[Ids], list[Ids]], list[Result]]  # `Engine.score` of contexts and continuations
 OpenExact = Callable[[Listener], Any]  # opens an `Engine` with the checkpoint's own weights
@@ -30,12 +29,14 @@ class Calibrator:
     magnitudes of activations."""
 
     def __init__(self, core: Core, exact_engine: OpenExact) -> None:
-        """Check that the text can be read. Raise InvalidInput if it cannot."""
         self.core, self.exact_engine = core, exact_engine
         self._texts: dict[str, Any] = {}  # by name
         self._found: dict[tuple[str, str], Any] = {}  # importances or magnitudes, by digest of the text and kind
-        for name in filter(None, (core.lossy.calibrate, self._sparse_name)):
-            resolve_name(CHECK)(name, core.tokenizer)
+
+    def check(self) -> None:
+        """Check that the texts can be read. Raise InvalidInput if they cannot."""
+        for name in filter(None, (self.core.lossy.calibrate, self._sparse_name)):
+            resolve_name(CHECK)(name, self.core.tokenizer)
 
     @property
     def _sparse_name(self) -> str | None:

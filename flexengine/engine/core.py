@@ -120,10 +120,10 @@ class Core:
         return self.opened.lossy
 
     @property
-    def shares(self) -> bool:
-        """Return whether sequences share common prefixes. With a lossy cache they do not: results would depend on what
-        is shared, as a shared prefix is read from the cache."""
-        return self.options.prefix_sharing and not self.lossy.alters_cache
+    def shares(self) -> int:
+        """Return at multiples of how many tokens prefixes end that sequences share; 0 if they share none. With a lossy
+        cache they do not: results would depend on what is shared, as a shared prefix is read from the cache."""
+        return int(self.options.prefix_sharing and not self.lossy.alters_cache) * max(1, self.facts.grain)
 
     @property
     def cache_form(self) -> str:

@@ -8,13 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from pkgutil import resolve_name
-from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, cast
 
 from flexengine.activity import MESSAGE, Activity, listener_of, log, reported, reporting
 from flexengine.config import Result, SamplingParams
-from flexengine.engine.calibrator import BITS, Calibrator, OpenExact
 from flexengine.engine.core import SPAWN, Core
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
@@ -33,11 +32,16 @@ from flexengine.runtime.execute import Cancelled
 from flexengine.tier.memory import keep
 from flexengine.words import in_python, python_words, reword
 
+if TYPE_CHECKING:
+    from flexengine.engine.calibrator import Calibrator, OpenExact
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _begun: ContextVar[list[Job] | None] = ContextVar("jobs that a call in a thread has begun", default=None)
 _ENDED = {False: "stop() of this engine", True: "close() of this engine"}
 # Imported for pipelines.
+CALIBRATOR = "flexengine.engine.calibrator:Calibrator"
+BITS = "flexengine.guests.bits:Bits"  # chooses the formats of layers, for weights that are `mixed`
 STAGES_DRIVER = "flexengine.guests.stages.remote:Driver"
 STAGES_PLANNER = "flexengine.guests.stages.planner:PipelinePlanner"
 STAGES_CHECK = "flexengine.guests.stages.remote:check_alike"
@@ -46,7 +50,7 @@ STAGES_CHECK = "flexengine.guests.stages.remote:check_alike"
 class Session:
     """A model opened on a machine, and the job that runs on it."""
 
-    def __init__(self, options: EngineOptions, exact_engine: OpenExact) -> None:
+    def __init__(self, options: EngineOptions, exact_engine: "OpenExact") -> None:
         """Open the model. Raise as `Engine`. exact_engine: return an engine for the same model with the checkpoint's
         own weights."""
         self.options = options
@@ -67,7 +71,9 @@ class Session:
             strategy.check(shape_name(core.facts, total), total, options.group.size if options.group else 1)
             self.planner.block = strategy.decode_batch * strategy.cohorts
         self.reader = PromptReader(core.tokenizer, core.skeleton, core.shares, core.options.given_ram, core.eos)
-        self.calibrator = Calibrator(core, exact_engine)
+        self._exact_engine = exact_engine
+        if core.lossy.enabled:
+            self.calibrator.check()
         core.opened.importances = lambda: self.calibrator.importances
         core.opened.thresholds = lambda: self.calibrator.thresholds
         # Chooses the formats of weights `mixed`; None once they are chosen.
@@ -132,7 +138,12 @@ class Session:
             return {"allow": sorted(self.options.allow)}
         self.choose_bits()
         with reporting(self.listener):
-            return self.calibrator.switches
+            return self.calibrator.switches if self.core.lossy.enabled else {}
+
+    @cached_property
+    def calibrator(self) -> "Calibrator":
+        """What the exact model measures for lossy switches. Exact engines load no line of it."""
+        return cast("Calibrator", resolve_name(CALIBRATOR)(self.core, self._exact_engine))
 
     def fingerprint(self, known_files: Mapping[str, Any]) -> dict[str, Any]:
         """Return the model's name and files, and `Core.numerics`, which a resumed job compares. With the lossy switches

@@ -113,25 +113,31 @@ class Arranged(NamedTuple):
     stems: list[Stem | None]
 
 
-def arrange(requests: Sequence[Request], shares: bool) -> list[Arranged]:
-    """Return the requests in the order in which they enter, with their stems. shares: whether there may be stems."""
+def arrange(requests: Sequence[Request], shares: int) -> list[Arranged]:
+    """Return the requests in the order in which they enter, with their stems. shares: as `Core.shares`."""
     if not shares:
         return [Arranged(request, [None] * len(request.sizes)) for request in requests]
-    # The first token whose logits a sequence needs is its own, so it is not shared.
-    prefixes = [
-        [target.context[:-1] for target in each.targets] if each.choices else [each.prompt_ids[:-1]] * each.sampling.n
+
+    def shared(ids: tuple[int, ...]) -> tuple[int, ...]:
+        # The first token whose logits a sequence needs is its own, so it is not shared. If stems have a grain, another
+        # one is not, either (`schedule.grain`).
+        return ids[: max(0, len(ids) - 1 - (shares > 1)) // shares * shares]
+
+    wholes = [
+        [target.context for target in each.targets] if each.choices else [each.prompt_ids] * each.sampling.n
         for each in requests
     ]
-    order = order_of([own[0] for own in prefixes])
-    stems = iter(stems_of([prefix for i in order for prefix in prefixes[i]]))
+    prefixes = [[shared(ids) for ids in own] for own in wholes]
+    order = order_of([own[0] for own in prefixes], shares)
+    stems = iter(stems_of([prefix for i in order for prefix in prefixes[i]], shares))
     return [Arranged(requests[i], [next(stems) for _ in prefixes[i]]) for i in order]
 
 
 class Arrangement:
     """The rows of a job, read from a feed one window at a time. Rows that are not read yet remain in the iterator.
-    shares: whether sequences share common prefixes."""
+    shares: as `Core.shares`."""
 
-    def __init__(self, feed: Iterator[Request | Row], shares: bool) -> None:
+    def __init__(self, feed: Iterator[Request | Row], shares: int) -> None:
         self.feed, self.shares = feed, shares
         self.bad: deque[Row] = deque()  # rows with an error that are read
         self.ready: deque[Arranged] = deque()  # requests that are read, in the order in which they enter
@@ -190,13 +196,13 @@ class PromptReader:
     the time of each conversion."""
 
     def __init__(
-        self, tokenizer: Any, skeleton: Skeleton, shares: bool, memory: int | None = None, eos: set[int] | None = None
+        self, tokenizer: Any, skeleton: Skeleton, shares: int, memory: int | None = None, eos: set[int] | None = None
     ) -> None:
         """Convert prompts for the model of `skeleton`.
 
         Args:
             tokenizer: None if the checkpoint has none.
-            shares: whether sequences share common prefixes.
+            shares: as `Core.shares`.
             memory: bytes of RAM that were given, the most that tokenizing a text may take; None is a constant limit.
             eos: the model's end tokens; None if it generates nothing.
         """

@@ -77,7 +77,7 @@ class AttentionTrial:
     ) -> Iterator[tuple[Cache, View]]:
         """Yield a cache of n layers with random numbers, and the pages of a gpu_batch. Arguments as of `call`."""
         facts, tokens = self.facts, past + count
-        model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=())
+        model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=(), states=())
         on_host = home == "host"
         policy = Policy(sequences, 1, cache=(float(not on_host), float(on_host), 0.0), prefill_tokens=sequences * count,
                         delegate=HOST_CACHE if on_host else NO_CACHE)  # fmt: skip
@@ -142,7 +142,7 @@ def measure_attention(opened: OpenModel, machine: Machine, quick: bool = False) 
     most = opened.skeleton.context_length or max(LENGTHS)
     tables = {}
     with unnoticed(machine):
-        for window in dict.fromkeys(opened.facts.windows or (None,)):
+        for window in dict.fromkeys(opened.facts.attended):
             tables[opened.facts.attention_signature(window)] = _measured(trial, window, most, quick)
     return tables
 

@@ -172,6 +172,7 @@ class PassTrial:
         self.forward = Forward(
             self.skeleton.model, inputs, self.skeleton.mode(self.machine.compute), recycles=self.recycles
         )
+        self.forward.records = lambda: None  # the tokens are one prompt for modules with states
         event = self.forward.resume()
         assert isinstance(event, Rows)
         self.resume((rows, inputs.positions - inputs.positions.min()))
@@ -191,7 +192,10 @@ class PassTrial:
 
     def layer(self) -> None:
         """Compute the next layer."""
-        self.resume(self.answer(self.attention()))
+        assert isinstance(self.event, Layer)
+        assert self.forward is not None
+        event = self.forward.resume(self.event.hidden)
+        self.resume(self.answer(event)) if isinstance(event, Attend) else self._end(event)
 
     def attention(self) -> Attend:
         """Compute the next layer up to its attention, and return the pause there."""
@@ -204,7 +208,10 @@ class PassTrial:
     def resume(self, answer: Any) -> None:
         """Compute what follows a pause. answer: output of a layer's attention, with which the layer ends."""
         assert self.forward is not None
-        self.event = self.forward.resume(answer)
+        self._end(self.forward.resume(answer))
+
+    def _end(self, event: Pause) -> None:
+        self.event = event
         self.machine.synchronize()
 
     def answer(self, event: Attend) -> Tensor:

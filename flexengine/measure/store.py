@@ -184,7 +184,7 @@ def knows_blocks(hardware: Hardware, facts: ModelFacts) -> bool:
 
 def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether attention of this model's shapes was measured."""
-    shapes = {facts.attention_signature(window) for window in facts.windows or (None,)}
+    shapes = {facts.attention_signature(window) for window in facts.attended}
     return {*hardware.attention} - {*hardware.quick} >= shapes
 
 

@@ -1,7 +1,9 @@
 """Building of a skeleton from a model directory, and the check that the model can be run in units."""
 
+import inspect
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -18,7 +20,7 @@ from flexengine.activity import message
 from flexengine.errors import UnsupportedModel, size, size_within
 from flexengine.model.checkpoint import Loading
 from flexengine.model.config import context_of, coupled_rope, load_config
-from flexengine.model.forward import ATTENTION, Attend, Layer, PausingEmbedding, PausingHead, PausingLayer
+from flexengine.model.forward import ATTENTION, Attend, Layer, Mix, PausingEmbedding, PausingHead, PausingLayer
 from flexengine.model.linear import FastLinear, Invariance, Product, use_product
 from flexengine.model.native.fused import use_fused
 from flexengine.model.native.recognise import layer_calls, use_native_layers
@@ -45,6 +47,8 @@ _ADAPTED = {
     "flexengine.model.adapters.scores:adapt": "codegen gpt_neo gpt_neox_japanese gptj openai-gpt",
 }
 ADAPTERS = {kind: adapter for adapter, kinds in _ADAPTED.items() for kind in kinds.split()}
+_MIXERS = "flexengine.model.mixers"  # imported for models whose layers keep states beside keys and values
+_STATE_CALLS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
 def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
@@ -71,8 +75,11 @@ def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_co
         with marked(ATTENTION, watch), recorded(model) as calls, layer_calls(model) as arguments, watching:
             attends = _trial(skeleton, watch)
         adapt = partial(_adapt, model.config) if model.config.model_type in ADAPTERS else None
-        skeleton.as_modules = use_native_layers(model, attends, arguments, adapt)
-        skeleton.queries_apart = separable(calls)
+        others = skeleton.mixing.reasons(attends) if skeleton.mixing else {}
+        whole = {j: event for j, event in attends.items() if j not in others}
+        skeleton.as_modules = use_native_layers(model, whole, arguments, adapt)
+        skeleton.as_modules.update(others)
+        skeleton.queries_apart = not skeleton.mixing and separable(calls)
         _restore_buffers(model)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
@@ -148,10 +155,6 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     loading = Loading(model)
     count = config.get_text_config().num_hidden_layers
     path, modules = _layer_list(model, count)
-    for layer_name, module in modules.named_modules():  # only attention separates packed sequences
-        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
-            text = f"layer {layer_name} is a convolution over tokens; it keeps state beyond the KV cache"
-            raise UnsupportedModel(text)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
         raise UnsupportedModel(f"{name} has no plain embedding and linear output projection")
@@ -159,7 +162,8 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     embedding_weight, head_weight = f"{names[embedding]}.weight", f"{names[head]}.weight"
     persistent = set(model.state_dict(keep_vars=True))
     layers: list[dict[str, ParamRef]] = [{} for _ in range(count)]
-    others: dict[str, ParamRef] = {}
+    others: dict[str, ParamRef] = {}  # also of modules that several layers have, as in Zamba
+    number = Counter(module for layer in modules for module in layer.modules())
     for module_name, module in model.named_modules():
         if module is embedding or module is head:
             continue
@@ -167,12 +171,14 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
             full = f"{module_name}.{key}".lstrip(".")
             if tensor is None or full not in persistent:
                 continue
-            inside = module_name.startswith(f"{path}.")
+            inside = module_name.startswith(f"{path}.") and number[module] == 1
             group = layers[int(module_name[len(path) + 1 :].split(".")[0])] if inside else others
             group[full] = ParamRef(module, key, tuple(tensor.shape))
     product = Product(model.dtype)
     use_product(model, product)
     use_fused(model)
+    if any(keeps_state(m) or (isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1) for m in modules.modules()):
+        resolve_name(f"{_MIXERS}:use_mixers")(modules)  # only attention and mixers separate packed sequences
     for j, layer in enumerate(modules):
         modules[j] = PausingLayer(layer, j)
     model.set_input_embeddings(PausingEmbedding(embedding, embedding_weight))
@@ -198,6 +204,12 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     )
 
 
+def keeps_state(module: nn.Module) -> bool:
+    """Return whether the module's own forward writes a state to a cache of transformers."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and not _STATE_CALLS.isdisjoint(code.co_names)
+
+
 def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
     """Run packed tokens on the meta device. Return the pauses at attention, by layer. Raise UnsupportedModel if the
     model cannot be run in units: every layer must pause once, and once more in its attention, and positions must be
@@ -205,15 +217,21 @@ def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
     seen: list[str] = []
     attends: dict[int, Attend] = {}
     shapes: set[tuple[int, int, int]] = set()
+    mixed: set[int] = set()  # layers with a state
+    layer = -1
     for event in skeleton.trial():
         if isinstance(event, Layer):
-            seen.append(f"layer {event.index}")
+            layer = event.index
+            seen.append(f"layer {layer}")
             if event.hidden.shape != (1, TRIAL_TOKENS, skeleton.config.get_text_config().hidden_size):
                 raise UnsupportedModel(f"hidden states are {tuple(event.hidden.shape)} between layers")
             if watch and watch.made(event.hidden):
                 raise UnsupportedModel(_COUNTED)
+        elif isinstance(event, Mix):
+            mixed.add(layer)
         elif isinstance(event, Attend):
-            seen.append(f"attention {event.layer}")
+            event = event._replace(layer=layer)  # modules that several layers share have no number
+            seen.append(f"attention {layer}")
             if watch and watch.made(event.q, event.k, event.v):
                 raise UnsupportedModel(_COUNTED)
             skeleton.windows[event.layer], attends[event.layer] = window_at(event), event
@@ -230,11 +248,16 @@ def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
                 )
             shapes.add((heads, kv_heads, max(head_dim, width)))
     order = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
+    if mixed:
+        order = resolve_name(f"{_MIXERS}:order_of")(order, mixed, attends, skeleton.config.get_text_config())
     if seen != order:
         pairs = zip_longest(seen, order, fillvalue="the end")
         got, expected = next((got, expected) for got, expected in pairs if got != expected)
         why = "it keeps other state, or computes attention itself"
         raise UnsupportedModel(f"expected {expected} but the model went to {got}; {why}")
+    if mixed:
+        skeleton.mixing = resolve_name(f"{_MIXERS}:mixing_of")(skeleton.model, attends)
+        shapes = shapes or {(1, 1, 8)}  # a model without attention has no pages
     all_heads, all_kv_heads, (*_, dim) = (sorted(set(column)) for column in zip(*shapes, strict=True))
     width = dim if dim % 8 == 0 else -(-dim // 16) * 16  # kernels are fastest with whole vectors
     skeleton.heads, skeleton.kv_heads, skeleton.head_dim = all_heads[-1], all_kv_heads[-1], width
@@ -254,6 +277,7 @@ def _restore_buffers(model: Any) -> None:
         module._buffers.update({k: torch.empty_like(b, device="cpu") for k, b in lost.items()})
         if lost:
             model._init_weights(module)
+    model._init_weights(getattr(model, model.base_model_prefix, model))  # Falcon-H1's decoder fills buffers of layers
 
 
 # Sliding windows of layers. A real forward pass uses no masks: the kernels separate packed sequences and apply

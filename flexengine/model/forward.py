@@ -8,6 +8,7 @@ the answer:
     Layer     before decoder layer j; its weights must be bound now     hidden states, None to skip the layer
     Query     in layer j, before keys and values, if queries go first   none
     Attend    in layer j, at attention, unless it uses `Pass.paged`     [1, tokens, heads, value_dim]
+    Mix       in layer j, at a module with a state (mixers.py)          `mixers.StateRecords`, or None in a trial
     Head      before a chunk of rows of the output projection           (weight rows, bias or None, format or None)
     Logits    end of the pass                                           none
 
@@ -82,6 +83,10 @@ class Query(NamedTuple):
     attend: Attend
 
 
+class Mix:
+    """Pause at a module that mixes the tokens of each sequence through a state."""
+
+
 class Head(NamedTuple):
     """Pause before a chunk of rows of the output projection. chunk: number of the chunk."""
 
@@ -94,7 +99,7 @@ class Logits(NamedTuple):
     values: Tensor
 
 
-Pause = Rows | Layer | Query | Attend | Head | Logits
+Pause = Rows | Layer | Query | Attend | Mix | Head | Logits
 
 
 class Queried(Exception):
@@ -152,9 +157,7 @@ class PausingLayer(nn.Module):
     def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
         self.layer, self.index = layer, index
-        self.outputs: int | None = (
-            None  # length of the tuple that is returned if modules do not return it; None: a tensor
-        )
+        self.outputs: int | None = None  # length of the tuple that is returned if modules do not return it
         self.native: Any = None  # computes the layer, and layers after it, by native kernels; None if modules do
 
     def __getattr__(self, name: str) -> Any:
@@ -338,9 +341,9 @@ class Forward:
             rotates: see `Pass`.
         """
         self._model, self.inputs, self._mode = model, inputs, mode
-        self._settings = {"inputs": inputs, "queries_first": queries_first, "recycles": recycles}
-        self._settings["rotates"] = rotates
+        self._settings = {"inputs": inputs, "queries_first": queries_first, "recycles": recycles, "rotates": rotates}
         self._greenlet: Any = None
+        self.records: Callable[[], Any] | None = None  # returns the answer to a `Mix`; without it the pass pauses
 
     def _run(self) -> Logits:
         packed = {"input_ids": self.inputs.ids, "position_ids": self.inputs.positions}
@@ -362,6 +365,8 @@ class Forward:
             else:
                 self._greenlet.paged = paged
                 event = self._greenlet.switch(value)
+            while isinstance(event, Mix) and self.records is not None:
+                event = self._greenlet.switch(self.records())
         return event
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Pause:

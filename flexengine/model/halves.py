@@ -92,5 +92,5 @@ def look_closer(skeleton: Skeleton) -> None:
                     uses.attend(event.layer)
     except Exception:
         return
-    early = frozenset[str]() if skeleton.experts else uses.early()
+    early = frozenset[str]() if skeleton.experts or skeleton.mixing else uses.early()
     skeleton.embedding_stays, skeleton.early = stays, early

@@ -15,7 +15,7 @@ from torch import nn
 from flexengine.errors import InvalidInput, UnsupportedModel, library_faults
 from flexengine.model.build import marked
 from flexengine.model.forward import ATTENTION, Layer, PausingLayer, pausing_layers
-from flexengine.model.halves import from_embedding, requiring_gradients
+from flexengine.model.halves import buffers_on_meta, from_embedding, requiring_gradients
 from flexengine.model.skeleton import Skeleton
 
 
@@ -34,13 +34,14 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
     first, end = numbers
     modules = pausing_layers(skeleton.model)
     failed = f"{skeleton.name}: a trial pass through layers {first} to {end - 1} alone failed"
-    with library_faults(failed, UnsupportedModel), marked(ATTENTION), torch.enable_grad():
+    on_meta = buffers_on_meta(skeleton.model)
+    with library_faults(failed, UnsupportedModel), marked(ATTENTION), torch.enable_grad(), on_meta:
         if first:  # a skipped layer must return as many values
             note_outputs(skeleton)
         for module in modules:
             module.index -= first
         skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
-        skeleton.windows = {j - first: skeleton.windows[j] for j in range(first, end)}
+        skeleton.windows = {j - first: skeleton.windows[j] for j in range(first, end) if j in skeleton.windows}
         reasons = {j - first: why for j, why in skeleton.as_modules.items() if first <= j < end}
         skeleton.as_modules.clear()
         skeleton.as_modules.update(reasons)
@@ -51,7 +52,8 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
 def skippable(skeleton: Skeleton) -> None:
     """Prepare a whole model for passes that skip layers. Raise UnsupportedModel if they need what is skipped."""
     failed = f"{skeleton.name}: a trial pass that skips layers failed"
-    with library_faults(failed, UnsupportedModel), marked(ATTENTION), torch.enable_grad():
+    on_meta = buffers_on_meta(skeleton.model)
+    with library_faults(failed, UnsupportedModel), marked(ATTENTION), torch.enable_grad(), on_meta:
         note_outputs(skeleton)
         refuse_leaks(skeleton)
         for first in (0, 1):  # each layer after one that is skipped

@@ -122,6 +122,7 @@ _VECTOR = 32  # elements of torch's unrolled vector loop
 # torch uses one thread per _GRAIN elements, but all threads for gelu of _GELU elements or more.
 _GRAIN, _GELU = 32768, 16384
 _F = nn.functional
+_MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _UNSTEADY = {_F.silu, _F.gelu, _F.sigmoid, _F.mish, _F.softplus, _F.elu, torch.sigmoid, Tensor.sigmoid}
 
 
@@ -149,7 +150,7 @@ def steady(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 class Invariance(TorchFunctionMode):
     """Torch function mode that makes a token's results independent of the other tokens in its batch.
 
-    Calls of functional.linear (routers) go through a Product, and activation functions through `steady`.
+    functional.linear (routers) goes through a Product, activations through `steady`, batched products by `one_by_one`.
     """
 
     def __init__(self, product: Product) -> None:
@@ -163,4 +164,6 @@ class Invariance(TorchFunctionMode):
             x, weight = args[:2]
             if x.dtype == self.product.dtype == weight.dtype and weight.dim() == 2:
                 return self.product(*args)
+        if func in _MATMUL and not kwargs and math.prod(args[0].shape[:-2] + args[1].shape[:-2]) != 1:
+            return resolve_name("flexengine.model.mixers:one_by_one")(*args)
         return func(*args, **(kwargs or {}))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flexengine.codec.forms import WeightFormat
 from flexengine.model.checkpoint import Loading
 from flexengine.model.config import context_of
-from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Pause, PausingHead, Query
+from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Mix, Pause, PausingHead, Query
 from flexengine.model.linear import FastConv1D, FastLinear, Invariance, Product, is_experts
 
 TRIAL_TOKENS = 13  # a number that is not that of heads, experts or other parts of a model
@@ -76,6 +76,7 @@ class Skeleton:
     head_dim: int = 0
     # By layer, number of tokens that a query sees; None for all.
     windows: dict[int, int | None] = field(default_factory=dict)
+    mixing: Any = None  # a `mixers.Mixing`, if modules keep a state for each sequence beside keys and values
     chunk: int | None = None  # tokens of a chunk, if layers see the tokens of a chunk only; rows may not be longer
     # By layer that native kernels do not compute, the reason (native/recognise.py).
     as_modules: dict[int, str] = field(default_factory=dict)
@@ -190,7 +191,7 @@ class Skeleton:
         """Return the answer to a pause of a pass on the meta device, where weights and attention have no values."""
         if isinstance(event, Layer):  # hidden states that enter a range of layers do not depend on the embedding
             return event.hidden if event.index else event.hidden.detach()
-        if isinstance(event, Query):
+        if isinstance(event, Query | Mix):
             return None
         if isinstance(event, Attend):
             return event.q.new_empty(1, event.q.shape[2], event.q.shape[1], event.v.shape[-1])

@@ -150,7 +150,8 @@ class Cost:
     def _held(self, tokens: int) -> float:
         """Return the number of a sequence's tokens that stay cached, averaged over layers."""
         pools = ((group.layers, group.device) for group in self.pages)
-        return sum(layers * min(tokens, pool.held(tokens) * pool.page_tokens) for layers, pool in pools)
+        most = ((layers, pool.held(tokens) * pool.page_tokens, pool.is_record) for layers, pool in pools)
+        return sum(layers * (held if whole else min(tokens, held)) for layers, held, whole in most)
 
     def sweeps(self, policy: Policy, room: float = np.inf, share: float = 0.0) -> Profile:
         """Return the job's sweeps.
@@ -230,6 +231,8 @@ class Cost:
             yield from guest("neurons").terms(data, prompts.batch)
         for term in data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes):
             yield term._replace(seconds=term.seconds * min(self.cohorts, policy.num_gpu_batches))
+        if self.model.states:
+            yield from guest("records").terms(data)
         yield from data.cache()
         yield from data.hidden()
         if policy.delegates or policy.works:

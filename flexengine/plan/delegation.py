@@ -306,7 +306,7 @@ def chosen_tokens(data: Sweeping) -> tuple[Array, Array]:
     is assumed half full."""
     sweeps, pages, windows = data.sweeps, data.pages, data.rates.windows
     held, decoding = np.maximum(sweeps.loaded - sweeps.prompt_loaded, 0.0), sweeps.decoding * sweeps.counted
-    sizes = {group.away.window: group.away.page_tokens for group in pages}
+    sizes = {group.away.window: group.away.page_tokens for group in pages if not group.away.is_record}
     filling = sum(group.layers * (group.away.page_tokens - 1) for group in pages)
     full = np.zeros(held.shape)
     for window, layers in windows.items():

@@ -8,6 +8,7 @@ from typing import NamedTuple
 # Neurons of a layer that have room in memory at least, and as a share. Tokens that use more than there is room for are
 # computed in parts (`neurons.part_of`), which must be large enough for good rates of reads and products.
 LEAST_NEURONS, LEAST_SHARE = 64, 1 / 32
+NO_ATTENTION = -1  # the window of a layer without attention
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,12 @@ class NeuronFacts:
 
 
 class CacheGroup(NamedTuple):
-    """Layers whose queries see equally many tokens; their KV pages are counted together."""
+    """Layers whose queries see equally many tokens, and so have equally many KV pages; or layers with states of equal
+    size beside keys and values, whose records are pages that never fill (`schedule.pages`)."""
 
     window: int | None  # tokens that a query sees, None for all
-    layers: tuple[int, ...]  # numbers of the layers
+    layers: tuple[int, ...]  # numbers of the layers; of those with states, ~number
+    state: int = 0  # bytes of a record; 0 for keys and values
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,14 @@ class ModelFacts:
     itemsize: int  # bytes per element in the compute dtype
     kind: str = ""  # model type of the config
     active: int = 0  # number of experts that one token uses
-    windows: tuple[int | None, ...] = ()  # per layer, tokens that a query sees (None: all); () if every layer sees all
+    # per layer, tokens that a query sees (None: all), or NO_ATTENTION; () if every layer sees all
+    windows: tuple[int | None, ...] = ()
+    # per layer, bytes of a sequence's states beside keys and values, rounded up to ALIGN; () if no layer has any
+    states: tuple[int, ...] = ()
+    grain: int = 1  # prompts are cut at multiples of this number of tokens
+    # most bytes of temporary tensors of modules with states: for each prompt token and each sequence that decodes, and
+    # most tokens and sequences of a call
+    mixing: tuple[int, int, int, int] = (0, 0, 0, 0)
     softcap: float | None = None  # limit of attention scores, None for no limit
     kv_kept: int = 0  # bytes that one token adds to one layer's KV cache if K and V are encoded; else 0
     kv_pieces: int = 1  # number of places in a page that hold parts of one head's K of a token
@@ -206,7 +216,12 @@ class ModelFacts:
         Args:
             longest: tokens of the longest sequence. A window of at least as many tokens counts as None.
         """
-        return _grouped(self.windows or (None,) * len(self.layers), longest)
+        return _grouped(self.windows or (None,) * len(self.layers), self.states, longest)
+
+    @cached_property
+    def attended(self) -> tuple[int | None, ...]:
+        """Return, for each layer with attention, the tokens that a query sees (None: all)."""
+        return tuple(w for w in self.windows or (None,) * len(self.layers) if w != NO_ATTENTION)
 
     @property
     def edges(self) -> list[TensorFact]:
@@ -223,7 +238,7 @@ class ModelFacts:
     @property
     def joins(self) -> bool:
         """Return whether one call of kernels may compute several layers with this KV cache, as `Cache.paged` says."""
-        return self.topk is None and not self.centred
+        return self.topk is None and not (self.centred or self.states)
 
     def fused_signature(self, layer: str) -> str:
         """Return the key of `Hardware.fused`. layer: signature of a layer."""
@@ -254,13 +269,18 @@ class ModelFacts:
         """Return all keys of this model's layers, head and attention."""
         layers = {self.signature(j) for j in range(len(self.layers))}
         heads = {self.head_signature} if self.output is not None else set()
-        return frozenset(layers | heads | {self.attention_signature(window) for window in self.windows or (None,)})
+        return frozenset(layers | heads | {self.attention_signature(window) for window in self.attended})
 
 
 @lru_cache(maxsize=256)
-def _grouped(windows: tuple[int | None, ...], longest: int) -> tuple[CacheGroup, ...]:
-    """Return the groups of layers with these windows. Cached: the policy search requests the same groups often."""
-    groups: dict[int | None, list[int]] = {}
+def _grouped(windows: tuple[int | None, ...], states: tuple[int, ...], longest: int) -> tuple[CacheGroup, ...]:
+    """Return the groups of layers with these windows and states. Cached: the policy search
+    requests the same groups often."""
+    groups: dict[tuple[int | None, int], list[int]] = {}
     for j, window in enumerate(windows):
-        groups.setdefault(None if window is not None and window >= longest else window, []).append(j)
-    return tuple(CacheGroup(window, tuple(layers)) for window, layers in groups.items())
+        if window != NO_ATTENTION:
+            groups.setdefault((None if window is not None and window >= longest else window, 0), []).append(j)
+    for j, state in enumerate(states):
+        if state:
+            groups.setdefault((None, state), []).append(~j)
+    return tuple(CacheGroup(window, tuple(layers), state) for (window, state), layers in groups.items())

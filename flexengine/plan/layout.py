@@ -22,7 +22,7 @@ from flexengine.plan.sizes import (
     gpu_buffers,
     hidden_tokens,
     open_passes,
-    page_tokens,
+    pages_of,
     paused,
     read_buffers,
     shared_out,
@@ -64,11 +64,13 @@ class Layout:
     early_stages: dict[str, int] = field(default_factory=dict)  # of the slot of first halves
     # bytes of a layer's weights that are read together, by place; mean over layers with weights there
     layer_reads: dict[str, float] = field(default_factory=dict)
-    groups: tuple[CacheGroup, ...] = ()  # groups of layers whose queries see equally many tokens
+    groups: tuple[CacheGroup, ...] = ()
     pools: dict[str, tuple[Pool, ...]] = field(default_factory=dict)  # KV pages, by place and group
     # bytes of one layer's page, by place and group
     page_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    token_bytes: int = 0  # bytes that one token adds to the KV cache of all layers, as if all had attention
     cache_buffer: int = 0  # device bytes of one buffer for KV pages
+    beside: int = 0  # bytes of KV pages before the records in a buffer, if a layer has both
     cache_stage: int = 0  # host bytes of one stage for KV pages on their way from or to a disk or a worker
     values: int = 0  # bytes of chosen values in transfer at once
     embedded: int = 0  # host bytes of a sweep's embedding rows, if the embedding is off the GPU
@@ -100,10 +102,6 @@ class Layout:
         """Return all booked bytes of a place."""
         return sum(self.account[tier].values())
 
-    def pool_of(self, tier: str, layer: int) -> Pool:
-        """Return the pool of a tier in which a layer has its pages."""
-        return next(p for p, group in zip(self.pools[tier], self.groups, strict=True) if layer in group.layers)
-
     @property
     def slots(self) -> list[int]:
         """Bytes of each weight slot. With halves of layers, the first slot is that of first halves."""
@@ -116,10 +114,9 @@ class Layout:
         return [*halves, *[self.stages.get(disk, 0)] * (self.policy.slots - len(halves))]
 
     def room(self, tier: str) -> float:
-        """Return the tokens of all pages of a tier, averaged over layers."""
-        layers = sum(len(group.layers) for group in self.groups)
-        pools = zip(self.groups, self.pools[tier], strict=True)
-        return sum(len(group.layers) * pool.pages * pool.page_tokens for group, pool in pools) / layers
+        """Return the tokens of all pages of a tier, averaged over layers; a record counts as those of as many bytes."""
+        each = zip(self.groups, self.pools[tier], self.page_bytes[tier], strict=True)
+        return sum(len(group.layers) * pool.pages * page for group, pool, page in each) / max(1, self.token_bytes)
 
     def demand(self, model: ModelFacts) -> Demand:
         """Return which weights a program loads by rows: the embedding and the experts, if they are off the device."""
@@ -146,6 +143,7 @@ def lay_out(
         OutOfMemory: the buffers, or the KV cache of one sequence, do not fit.
         InvalidInput: the policy delegates attention, but no cache is off the device.
     """
+    policy = guest("records").fitting(model, policy, capacity) if model.states else policy
     placed = weights or lay_out_weights(model, policy, capacity)
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
     layout = replace(
@@ -290,14 +288,14 @@ def _edges(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
 
 
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
-    policy, layers = layout.policy, len(model.layers)
+    policy, layers, layout.token_bytes = layout.policy, len(model.layers), len(model.layers) * model.kv_token
     homes, longest = cache_homes(policy, layout.places), workload.longest
     layout.groups = groups = model.cache_groups(longest)
     for tier, count in sorted(homes.items(), key=lambda item: item[0] == "device"):  # sequences enter in this order
         slices = max(1, len(policy.team(tier, layout.places))) if policy.partition == TOKENS else 1
-        sizes = [page_tokens(model, tier, longest, group.window, slices) for group in groups]
-        pools = [Pool(0, size, None, group.window) for size, group in zip(sizes, groups, strict=True)]
-        layout.page_bytes[tier] = tuple(pool.page_tokens * model.kv_token for pool in pools)
+        pools = [pages_of(model, tier, longest, group, slices) for group in groups]
+        each = zip(groups, pools, strict=True)
+        layout.page_bytes[tier] = tuple(g.state or pool.page_tokens * model.kv_token for g, pool in each)
         if tier != "device":
             batch, pages = min(policy.gpu_batch_size, count), layout.page_bytes[tier]
             whole = [workload.pages(batch, pool) for pool in pools]
@@ -308,10 +306,12 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
                 if workload.stems:  # nothing limits pages of decoding sequences: each may have another prefix
                     whole = [max(n, workload.unshared.pages(batch, p)) for n, p in zip(whole, pools, strict=True)]
             pools = [replace(pool, batch_pages=n) for pool, n in zip(pools, passing, strict=True)]
-            layout.cache_buffer = max(layout.cache_buffer, *map(mul, passing, pages))
+            layout.cache_buffer = max(0, layout.cache_buffer, *map(mul, passing, pages))
             if place_of(tier).staged and capacity.staged:
-                layout.cache_stage = max(layout.cache_stage, *map(mul, whole, pages))
+                layout.cache_stage = max(0, layout.cache_stage, *map(mul, whole, pages))
         layout.pools[tier] = tuple(pools)
+    if model.states:
+        guest("records").make_room(layout)
     layout.book("device", "cache buffers", num_buffers(policy.slots) * aligned(layout.cache_buffer))
     if model.topk is not None:
         layout.values = aligned(min(CHOSEN, layout.cache_buffer // 2))
@@ -329,7 +329,7 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     needed = {tier: _fill(layout, tier, workload, capacity, count) for tier, count in homes.items()}
-    held = {tier for tier, pools in layout.pools.items() if any(pool.pages for pool in pools)}
+    held = {tier for tier, pools in layout.pools.items() if not pools or any(pool.pages for pool in pools)}
     # Without its sequences a worker has no use, so that the policy would not be the one that was given.
     if missing := [tier for tier in homes if tier not in held and (not held or tier in workers_in_memory(homes))]:
         tier, what = missing[0], f"{ONE_SEQUENCE} of {longest:,} tokens"

@@ -232,7 +232,7 @@ def walk(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: flo
         shape: (gpu_batch_size, num_gpu_batches).
         room: page tokens that fit.
     """
-    block, each_peak = _block(rows, schedule, shape), float(each.held.max())
+    block, each_peak = _block(rows, schedule, shape), max(1e-9, float(each.held.max()))
     if room < block * each_peak and not each.alike:
         room -= IDLE_PAGE_SHARE * min(each_peak, max(0.0, room - each_peak))
     room = max(room, each_peak)
@@ -242,7 +242,7 @@ def walk(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: flo
 def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> Walk:
     """Return the entries if a block enters when the previous one has ended: full blocks, then the remaining rows."""
     allowed = float(entrants(schedule, 0, *shape))
-    block = min(_whole(each, min(allowed, room / float(each.held.max()))), float(rows))
+    block = min(_whole(each, min(allowed, room / max(1e-9, float(each.held.max())))), float(rows))
     full = float(np.floor(rows / block + 1e-9))
     sizes = [(block, full), (rows - full * block, 1.0)]
     entered = np.concatenate([np.append(size, np.zeros(len(each.live) - 1)) for size, _ in sizes if size > 1e-6])

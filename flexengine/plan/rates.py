@@ -239,7 +239,7 @@ class Rates:
     @cached_property
     def windows(self) -> dict[int | None, int]:
         """Return the number of layers by window (None: all tokens)."""
-        return dict(Counter(self.model.windows or (None,) * len(self.model.layers)))
+        return dict(Counter(self.model.attended))
 
 
 def _layer(model: ModelFacts, hardware: Hardware, layer: int, name: str) -> Curve:

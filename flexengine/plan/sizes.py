@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexengine.places import place_of
-from flexengine.plan.facts import ModelFacts
+from flexengine.plan.facts import CacheGroup, ModelFacts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.frame import num_buffers
-from flexengine.schedule.pages import Pool
+from flexengine.schedule.pages import RECORD, Pool
 from flexengine.schedule.place import cache_homes
 from flexengine.schedule.sweeps import entrants
 
@@ -126,7 +126,10 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     drawn = 0 if model.leaves else threads * aligned(DRAWN * model.vocabulary + ALIGN)
     row = (3 * model.hidden + 4 * model.width) * model.itemsize + 1024
     experts = 0 if model.gpu else min(EXPERTS_KEPT, tokens * model.active * row)
-    return aligned(tokens * moment * model.itemsize + logits + max(model.scratch, drawn) + experts)
+    token_bytes, most_tokens, sequence_bytes, most_sequences = model.mixing
+    padded = min(most_tokens, tokens + policy.gpu_batch_size * model.grain)  # prompts fill whole grains
+    mixed = max(token_bytes * padded, sequence_bytes * min(most_sequences, policy.gpu_batch_size))
+    return aligned(tokens * moment * model.itemsize + logits + max(model.scratch, drawn) + experts + mixed)
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
@@ -170,7 +173,7 @@ def gpu_buffers(model: ModelFacts, tokens: int, longest: int) -> int:
     converted = CONVERTED if any(t.stored != t.held and not t.encoded for t in model.tensors) else 0
     copies = 2 * model.heads * model.head_dim * model.itemsize * tokens if model.heads > model.kv_heads else 0
     windowed = 0
-    for window in {w for w in model.windows if w is not None and w < longest}:
+    for window in {w for w in model.attended if w is not None and w < longest}:
         # K and V of all prompts longer than the window are copied for every query head, and there are two masks.
         keys, prompts = min(window + BLOCK_QUERIES, longest), max(1, tokens // (window + 1))
         key = 2 * model.heads * model.head_dim * model.itemsize * prompts + BLOCK_QUERIES * (1 + model.itemsize)
@@ -223,6 +226,13 @@ def page_tokens(model: ModelFacts, tier: str, longest: int, window: int | None =
     return tokens
 
 
+def pages_of(model: ModelFacts, tier: str, longest: int, group: CacheGroup, slices: int = 1) -> Pool:
+    """Return an empty pool of a group of layers. longest, slices: as in `page_tokens`."""
+    if group.state:
+        return Pool(0, RECORD, grain=model.grain)
+    return Pool(0, page_tokens(model, tier, longest, group.window, slices), None, group.window)
+
+
 def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int], room: int | None) -> list[int]:
     """Return the number of pages of each pool.
 
@@ -252,7 +262,8 @@ def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int]
 class LayerPages(NamedTuple):
     """Pages of the layers that see equally many tokens."""
 
-    layers: float  # share of all layers
+    # share of all layers; of layers with states, such that a record counts as the tokens that take as many bytes
+    layers: float
     # device, away: pools on the device and off it; only their page sizes and windows count
     device: Pool
     away: Pool
@@ -260,12 +271,13 @@ class LayerPages(NamedTuple):
 
 def layer_pages(model: ModelFacts, longest: int) -> tuple[LayerPages, ...]:
     """Return the pages of a model's layers. longest: tokens of the longest sequence."""
-
-    def pool(tier: str, window: int | None) -> Pool:
-        return Pool(0, page_tokens(model, tier, longest, window), None, window)
-
+    each = len(model.layers) * model.kv_token * RECORD
     return tuple(
-        LayerPages(len(group.layers) / len(model.layers), pool("device", group.window), pool("host", group.window))
+        LayerPages(
+            len(group.layers) * group.state / each if group.state else len(group.layers) / len(model.layers),
+            pages_of(model, "device", longest, group),
+            pages_of(model, "host", longest, group),
+        )
         for group in model.cache_groups(longest)
     )
 

@@ -15,7 +15,7 @@ def sparse_factor(cost: Cost, prediction: Prediction) -> float:
     if model.topk is None:
         return 1.0
     dense = replace(model, topk=None)
-    names = [(dense.attention_signature(w), model.attention_signature(w)) for w in model.windows or (None,)]
+    names = [(dense.attention_signature(w), model.attention_signature(w)) for w in model.attended]
     measured = {name: hardware.attention[known] for name, known in names if known in hardware.attention}
     hardware = replace(hardware, attention={**measured, **hardware.attention})
     without = Cost(dense, hardware, cost.workload, cost.overlap).of(prediction.policy, hardware.capacity)

@@ -176,6 +176,7 @@ def stage_facts(facts: ModelFacts, layers: slice, ends: tuple[bool, bool]) -> Mo
         facts, layers=facts.layers[layers], windows=facts.windows[layers], leaves=not finishes,
         embedding=facts.embedding if begins else None, head=head if finishes else None,
         others=facts.others if begins or finishes else (), blocks=facts.blocks[layers],
+        states=facts.states[layers],
     )  # fmt: skip
 
 

@@ -306,12 +306,13 @@ class Sweeping:
             if place == "host" and not delegated:
                 single = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.page_tokens
                 for lane in way.store[place]:
-                    yield self.move(lane, CACHE, place, single * token, gpu_batch * model.kv_token)
+                    kept = model.kv_token * len(model.attended) + sum(model.states)  # no record is stored in part
+                    yield self.move(lane, CACHE, place, single * kept, gpu_batch * model.kv_token)
 
     @property
     def page_tokens(self) -> float:
-        """Tokens of a KV page off the device, averaged over layers."""
-        return sum(group.layers * group.away.page_tokens for group in self.pages)
+        """Tokens of a KV page off the device, averaged over layers; above 0 also for layers without pages."""
+        return max(1e-9, sum(group.layers * group.away.page_tokens for group in self.pages))
 
 
 def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: Layout | None) -> Iterator[Term]:

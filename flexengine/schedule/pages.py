@@ -7,6 +7,9 @@ sequence holds at most `ring` pages for such a layer, and page n is entry n % ri
     window 40, 16 tokens a page: ring 4     page    0  1  2  3  4  5  6 ...
                                             entry   0  1  2  3  0  1  2 ...
 
+A state of fixed size, such as that of Mamba, is a page that never fills: a record. Its pool has RECORD tokens a page.
+So a sequence holds one page, reads it in all pieces but the first, and writes it in every piece.
+
 Page tables may name pages that have been overwritten. Kernels do not read them, as no query sees their positions.
 """
 
@@ -15,6 +18,8 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+
+RECORD = 1 << 40  # tokens of a page that never fills
 
 Count = TypeVar("Count", int, np.ndarray[Any, Any])  # a number, or an array of numbers
 
@@ -32,6 +37,12 @@ class Pool:
     page_tokens: int  # tokens per page
     batch_pages: int | None = None  # most pages of one gpu_batch, None for no limit
     window: int | None = None  # tokens that a query sees, None for all
+    grain: int = 1  # prompts are cut at multiples of this number of tokens
+
+    @property
+    def is_record(self) -> bool:
+        """Whether a page is a state of fixed size."""
+        return self.page_tokens == RECORD
 
     @cached_property
     def ring(self) -> int | None:

@@ -37,13 +37,13 @@ class Stem:
         return self.above.end if self.above else 0
 
 
-def order_of(prefixes: Sequence[Tokens]) -> list[int]:
+def order_of(prefixes: Sequence[Tokens], grain: int = 1) -> list[int]:
     """Return the indices of prefixes in an order in which those that share a stem are adjacent.
 
-    Prefixes that share a stem move to the first of them. Otherwise the order does not change.
+    Prefixes that share a stem move to the first of them. Otherwise the order does not change. grain: as in `stems_of`.
     """
     by_tokens = sorted(range(len(prefixes)), key=prefixes.__getitem__)
-    chains = [stems_above(stem) for stem in stems_of([prefixes[i] for i in by_tokens])]
+    chains = [stems_above(stem) for stem in stems_of([prefixes[i] for i in by_tokens], grain)]
     first: dict[Stem, int] = {}
     for i, chain in zip(by_tokens, chains, strict=True):
         for stem in chain:
@@ -52,14 +52,15 @@ def order_of(prefixes: Sequence[Tokens]) -> list[int]:
     return sorted(keys, key=keys.__getitem__)
 
 
-def stems_of(prefixes: Sequence[Tokens]) -> list[Stem | None]:
+def stems_of(prefixes: Sequence[Tokens], grain: int = 1) -> list[Stem | None]:
     """Return the longest stem of each sequence; None for a sequence without one.
 
     Args:
         prefixes: by sequence, in the order of `order_of`, the tokens that it may share. Equal ones are shared whole.
             Only adjacent sequences share a stem.
+        grain: a stem ends at a multiple of this number of tokens.
     """
-    lcp = [common(a, b) for a, b in pairwise(prefixes)]
+    lcp = [common(a, b) // grain * grain for a, b in pairwise(prefixes)]
     lcp.append(0)
     stems: list[Stem | None] = [None] * len(prefixes)
     open_stems: list[tuple[int, int]] = []  # (length of the common part, first sequence), lengths rising

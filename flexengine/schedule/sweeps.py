@@ -12,6 +12,8 @@ cohort, another stage computes a sweep of another cohort. A machine without a pi
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pkgutil import resolve_name
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +26,7 @@ from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import assign_tiers, cache_homes
 from flexengine.schedule.prefixes import Stem, Tokens, stems_above
 
+ON_GRID = "flexengine.schedule.grain:split_on_grid"  # imported for models that keep states beside keys and values
 FOREVER = 1 << 32  # sweeps of a common prefix that waiting sequences will share
 
 
@@ -145,6 +148,8 @@ class Sweeps:
         """Form the cohorts. cohorts: most cohorts; a cohort has at least one gpu_batch."""
         self.policy, self.pools, self.cohorts = policy, pools, cut(policy, cohorts)
         self.places = [cache_homes(cohort, pools) for cohort in self.cohorts]
+        grain = max((pool.grain for group in pools.values() for pool in group), default=1)
+        self._split = split_prompt if grain == 1 else partial(resolve_name(ON_GRID), grain)
         self.waiting: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}
         self.trunks: dict[tuple[Stem, str], Trunk] = {}
@@ -313,7 +318,7 @@ class Sweeps:
             level, source = s.level, s.source.id if s.source else None
             steps = max(0, s.scored - 1) if s.by_step else 0
             ends, count = not (isinstance(s, Trunk) or steps), s.pending - steps
-            levels[level] += split_prompt(s.id, s.cached, count, policy.prefill_tokens, ends, source, s.scored - steps)
+            levels[level] += self._split(s.id, s.cached, count, policy.prefill_tokens, ends, source, s.scored - steps)
             for i in range(steps):
                 levels[level + i + 1].append(Piece(s.id, s.cached + count + i, 1, i + 1 == steps, scored=1))
         formed = list[tuple[Piece, ...]]()
@@ -341,15 +346,16 @@ class Sweeps:
         """Undo the sweep begun last, which broke off, as the KV cache of a place was lost. For one cohort. Return the
         sequences that the place held; they wait again, in their old order.
 
-        Sequences that entered in this sweep wait again, too: none of their tokens was sampled. The others stay: the
-        next sweep computes the same token of each, and writes the same position of its KV cache.
+        Sequences that entered in this sweep wait again: they have no tokens. Others stay, unless with records, which
+        change in place: the next sweep computes the same token of each, and writes the same position of its KV cache.
 
         Args:
             home: place of the lost KV cache.
             release: called with each sequence that waits again, then with each trunk that is lost or was not computed.
         """
-        lost = [s for s in self.live.values() if s.home == home]
-        again = [s for s in self.live.values() if s.home == home or not s.generated]
+        changed = any(pool.is_record for pools in self.pools.values() for pool in pools)
+        lost = [s for s in self.live.values() if changed or s.home == home]
+        again = [s for s in self.live.values() if changed or s.home == home or not s.generated]
         for sequence in again:
             self._leave(sequence, release)
             self._note_entry(sequence.stem, -1)

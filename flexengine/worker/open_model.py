@@ -22,7 +22,8 @@ from flexengine.model.config import choose_dtype, defaulted, load_config, quanti
 from flexengine.model.files import read_object, set_links, weights_in
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.source import ModelSource, resolve
-from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.facts import NO_ATTENTION, ModelFacts, TensorFact
+from flexengine.plan.sizes import aligned
 
 if TYPE_CHECKING:
     from flexengine.model.encoding import Importances
@@ -175,6 +176,9 @@ class OpenModel:
             form = self.cache_form(bits)
             pieces = sum(len(part.starts) for part in form.parts)  # codes, each scale, each minimum
             sizes |= dict(kv_kept=form.page_bytes, kv_pieces=pieces, centred=bits < 8)
+        if mixing := skeleton.mixing:
+            states = map(aligned, mixing.record_bytes[slice(*skeleton.layer_range)])
+            sizes |= dict(states=tuple(states), grain=mixing.grain, mixing=mixing[2:])
         kernels = load_for(torch.device("cpu" if self.cpu else "cuda"))
         scratch = kernels.prompt_scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim)
         return ModelFacts(
@@ -191,7 +195,7 @@ class OpenModel:
             itemsize=self.dtype.itemsize,
             kind=skeleton.config.model_type,
             active=skeleton.active,
-            windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
+            windows=tuple(skeleton.windows.get(j, NO_ATTENTION) for j in range(len(skeleton.layers))),
             softcap=getattr(text, "attn_logit_softcapping", None),
             leaves=skeleton.leaves,
             embedding_stays=skeleton.embedding_stays,

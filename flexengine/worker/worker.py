@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,14 @@ from flexengine.worker.cache import Cache, Tables, View, packed
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
 from flexengine.worker.row_sequence import RowSequence
-from flexengine.worker.rows import Embedding, Experts, Lookup
+from flexengine.worker.rows import Embedding, Lookup
 from flexengine.worker.weights import JoinedLayers, Weights
 
 if TYPE_CHECKING:  # imported for jobs that need them
     from flexengine.worker.attend import Attender
     from flexengine.worker.on_demand import OnDemand
 
+EXPERTS = "flexengine.worker.expert_rows:Experts"  # for models that have some
 _OTHERS = {"workspace", "paused forwards", READING, ENTERING, ROWS}  # allocated outside of tiers
 
 
@@ -80,7 +82,8 @@ class Worker:
             for what in _OTHERS & account.keys():
                 self._regions.keep_room(tier, account[what], what)
         self.embedding = Embedding(weights, cache.layout, self._regions)
-        self.experts, self.joined = Experts(weights), JoinedLayers(skeleton, weights)
+        self.experts: Any = resolve_name(EXPERTS)(weights) if skeleton.experts else None
+        self.joined = JoinedLayers(skeleton, weights)
 
     def begin(
         self, batches: list[Batch], members: Mapping[int, RowSequence], stems: Mapping[int, Sequence[int]]
@@ -151,7 +154,7 @@ class Worker:
         assert slot is not None
         without = self.experts.names[layer] if task.by_rows else ()
         self.weights.load(layer, slot, task.home, task.hop, without)
-        if task.hop == len(self.weights.machine.routes.load[task.home]) - 1:
+        if self.experts and task.hop == len(self.weights.machine.routes.load[task.home]) - 1:
             self.experts.loaded(layer, slot, task.by_rows)
 
     def _load_rows(self, task: Copy) -> None:
@@ -163,10 +166,13 @@ class Worker:
             where = task.cell.layer, task.buffer, task.home, task.hop
             self.weights.load_rows(*where, self.experts.names[task.cell.layer], state.lacking)
 
-    def moved_pages(self, task: Copy) -> tuple[int, str, Tables, int, int]:
-        """Return the arguments of `Pools.load` and `Pools.store` for a task."""
+    def move_pages(self, move: Callable[[int, str, Tables, int, int], None], task: Copy) -> None:
+        """Call `Pools.load` or `Pools.store` for the pages of a task's layer, and for its states."""
         assert task.buffer is not None
-        return task.cell.layer, task.home, self.cache.tables(self.view(task), task.cell.layer), task.buffer, task.hop
+        layer, view = task.cell.layer, self.view(task)
+        for number in (layer, ~layer):
+            if number in self.cache.pools.group:
+                move(number, task.home, self.cache.tables(view, number), task.buffer, task.hop)
 
     def view(self, task: Task) -> View:
         """Return the page tables of a task's gpu_batch."""
@@ -207,7 +213,8 @@ class Worker:
         while layer < end:  # one call of kernels may compute fewer layers than it may
             where = state.view, state.batch.cache_home, task.cache
             # A layer whose experts may be loaded on demand pauses for them, after attention.
-            whole = range(layer, layer) if self.experts.names[layer] else self.joined.native(layer, end)
+            pauses = self.experts and self.experts.names[layer]
+            whole = range(layer, layer) if pauses else self.joined.native(layer, end)
             paged = self.cache.paged(whole, self.skeleton.windows, *where)
             event = self._to_attention(task, layer, state, paged)
             if isinstance(event, Attend):
@@ -281,9 +288,12 @@ class Worker:
         if layer == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
             hidden = self.hidden.at_port(BEFORE, task.cell.batch).clone()
         state.event = event = None  # free the layer's input when the layer ends
+        if ~layer in self.cache.pools.group:
+            where = state.view, state.batch.cache_home, task.cache
+            state.forward.records = partial(self.cache.records, layer, *where)
         pause = state.forward.resume(hidden, paged)
         del hidden
-        while isinstance(pause, Rows):  # experts before attention
+        while isinstance(pause, Rows) and layer in self.skeleton.windows:  # experts before attention
             assert task.slot is not None
             self.experts.bring(pause, task.slot)
             pause = state.forward.resume()
@@ -331,7 +341,8 @@ class Worker:
         for attender in self.attenders.values():
             attender.close()
         self.embedding.close()
-        self.experts.close()
+        if self.experts:
+            self.experts.close()
         if self.on_demand is not None:
             self.on_demand.close()
         self._regions.free()
@@ -339,11 +350,11 @@ class Worker:
 
 OPERATIONS: dict[Op, Callable[[Worker, Any], None]] = {
     Op.LOAD_WEIGHT: Worker._load_weight,
-    Op.LOAD_CACHE: lambda worker, task: worker.cache.pools.load(*worker.moved_pages(task)),
+    Op.LOAD_CACHE: lambda worker, task: worker.move_pages(worker.cache.pools.load, task),
     Op.LOAD_HIDDEN: lambda worker, task: worker.hidden.load(task.cell.batch, task.home, task.buffer, task.hop),
     Op.COMPUTE: Worker._compute,
     Op.STORE_HIDDEN: lambda worker, task: worker.hidden.store(task.cell.batch, task.home, task.buffer, task.hop),
-    Op.STORE_CACHE: lambda worker, task: worker.cache.pools.store(*worker.moved_pages(task)),
+    Op.STORE_CACHE: lambda worker, task: worker.move_pages(worker.cache.pools.store, task),
     Op.LOAD_RESIDENT: lambda worker, task: worker.weights.load_resident(task.cell.layer),
     Op.PROJECT: Worker._project,
     Op.SEND: lambda worker, task: worker.attender(task).send(task.cell.batch),

@@ -4,7 +4,8 @@
 
 For each config class of AutoModelForCausalLM: a tiny config, random weights, saved as a user would have them, loaded
 again by `transformers` and generated with greedily (the reference), then the same prompts by the engine, with weights
-and KV cache spread over three simulated tiers and with everything in memory. One process per architecture.
+and KV cache spread over three simulated tiers and with everything in memory. One process per architecture. Models that
+keep states beside keys and values get longer prompts, which are cut into pieces.
 """
 
 import argparse
@@ -39,6 +40,8 @@ from tests.helpers.tiny_models import VOCABULARY, NoReferenceError, make_model, 
 
 # Ragged prompts, most of them longer than the sliding window, one whose answer begins a page of the cache; new tokens.
 LENGTHS, NEW = (5, 17, 1, 33, 30), 4
+# Prompts of models with states beside keys and values: some are cut, at multiples of 64 tokens.
+STATE_LENGTHS, STATE_PIECE = (70, 17, 1, 129, 150), 128
 GAP = 3e-4  # least distance of the two best logits, in standard deviations of all
 MOST_TEXT = 250  # characters of a reason
 VARIED = 2  # different tokens in an answer, on average, at least
@@ -82,15 +85,15 @@ def architecture_of(model_type: str) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
-def prompts_of(vocabulary: int) -> list[list[int]]:
+def prompts_of(vocabulary: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def continuation(model: Any, prompt: list[int], use_cache: bool = True) -> tuple[list[int], float]:
+def continuation(model: Any, prompt: list[int], use_cache: bool = True, new: int = NEW) -> tuple[list[int], float]:
     """Greedy tokens by transformers, end-of-sequence ignored, and the least gap of the two best logits."""
     ids = torch.tensor([prompt])
-    options = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0, output_logits=True)
+    options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, output_logits=True)
     options.update(use_cache=use_cache, return_dict_in_generate=True)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     logits = torch.stack([step[0].float() for step in out.logits])
@@ -174,7 +177,8 @@ def compare(directory: Path, in_memory: Engine, prompts: list[list[int]], expect
     """Return verdict and reason of the engine on the model in `directory`, or how its layers compute if it is exact.
     in_memory: opened on a CPU; closed here."""
     skeleton = in_memory.core.skeleton
-    spread = Policy(gpu_batch_size=3, num_gpu_batches=2, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3))
+    piece = STATE_PIECE if skeleton.mixing else Policy().prefill_tokens
+    spread = Policy(3, 2, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3), prefill_tokens=piece)
     engines = {"in memory": lambda: in_memory, "spread": lambda: opened(directory, policy=spread, device="sim")}
     for name, engine in engines.items():
         for j, answer in enumerate(engine_answers(engine(), prompts)):
@@ -220,6 +224,9 @@ def judged(kind: Any, directory: Path, **given: Any) -> tuple[str, str]:
         except FlexError as error:
             return "refused", refusal(directory, error)
         verdict = "no reference"
+        if engine.core.skeleton.mixing:
+            prompts = prompts_of(VOCABULARY, STATE_LENGTHS)
+            first = continuation(model, prompts[0])
         expected, seed = reference(config, directory, prompts, seeds, model, first)
         verdict = "crash"
         if seed != seeds[0]:  # the engine was opened on the weights of the first seed

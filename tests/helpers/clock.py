@@ -230,7 +230,8 @@ class Clock:
     def _pages(self, task: Task, batch: Batch) -> Iterator[float]:
         """Yield the seconds of moving KV pages. A decode step stores one token to host RAM, a page elsewhere."""
         lane, home, loads = task.lane, _place(task), task.op is Op.LOAD_CACHE
-        pool = self.layout.pool_of(home, task.cell.layer)
+        groups = zip(self.layout.groups, self.layout.pools[home], strict=True)
+        pool = next(pool for group, pool in groups if task.cell.layer in group.layers)
         page = pool.page_tokens * self.cost.model.kv_token
         share = Crossing.of(self.cost.model, self.cost.hardware, self.layout.policy, home).pages
         whole = [p for p in batch.pieces if loads or not (home == "host" and p.decodes)]

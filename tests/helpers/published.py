@@ -542,7 +542,7 @@ MODELS = {
         3.836,
     ),
     "Llama-4-Scout-17B-16E": Published(_SCOUT, 107.8),  # without the parts for images, 0.9
-    "Qwen3.5-35B-A3B": Published(_QWEN35, refused="attention|state"),
+    "Qwen3.5-35B-A3B": Published(_QWEN35, 34.66),  # without the parts for images and the layer that drafts
     "Kimi-K2": Published(
         _deepseek(
             "7168 18432 61 64 64 163840 131072",

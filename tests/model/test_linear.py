@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flexengine import kernels
 from flexengine.errors import InvalidInput
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.model.linear import FastLinear, Product, numerics, use_product
+from flexengine.model.linear import FastLinear, Invariance, Product, numerics, use_product
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 100, 160, 161, 257, 513)
 SHAPES = [(1, 64), (1, 1000), (5, 17), (9, 1), (2, 4), (31, 2048), (192, 576), (257, 31), (100, 1030)]
@@ -132,6 +132,31 @@ def test_linear_layers_take_it_over(product: Product) -> None:
     assert [type(module) for module in model] == [FastLinear, nn.ReLU, FastLinear]
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize(("left", "right"), [
+    ((6, 512, 16), (6, 16, 1)),  # of a Mamba's states
+    ((6, 3, 40, 24), (6, 3, 24, 40)),
+    ((0, 3, 4), (0, 4, 2)),
+])  # fmt: skip
+def test_batched_products_do_not_depend_on_other_sequences(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    a, b = torch.randn(left), torch.randn(right)
+    with Invariance(Product(torch.float32)):
+        for whole in (a @ b, torch.matmul(a, b), a.matmul(b)):
+            assert whole.shape == (*left[:-1], right[-1])
+            for low, high in [(0, 1), (2, 3), (1, 4), (3, 6)][: len(a)]:
+                assert torch.equal(whole[low:high], a[low:high].clone() @ b[low:high].clone())
+    torch.testing.assert_close(whole, torch.matmul(a.double(), b.double()).float())
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_batched_products_with_weights_of_heads(heads: int) -> None:
+    """[heads, 1, ...] by [heads, sequences, ...], as in Zamba."""
+    weight, x = torch.randn(heads, 1, 40, 64), torch.randn(heads, 6, 64, 1)
+    with Invariance(Product(torch.float32)):
+        whole = weight @ x
+        assert all(torch.equal(whole[:, i : i + 1], weight @ x[:, i : i + 1].clone()) for i in range(6))
+    torch.testing.assert_close(whole, (weight.double() @ x.double()).float())
 
 
 def test_numerics_tell_apart_how_bf16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flexengine.places import TIERS
 from flexengine.policy import Policy
 from flexengine.schedule.batches import Batch, Piece
-from flexengine.schedule.pages import Pool, pages_for
+from flexengine.schedule.pages import RECORD, Pool, pages_for
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.strategies import SEEDS
 from tests.helpers.toy import (
@@ -259,3 +259,18 @@ def test_cohorts_share_the_block_evenly() -> None:
     assert [s.cohort for s in sweeps.live.values()] == [0, 0, 1, 1, 2]
     assert len(Sweeps(Policy(2, 5, schedule="row"), {"device": (Pool(100, 16),)}, 3).cohorts) == 1
     assert len(Sweeps(Policy(7, 1), {"device": (Pool(100, 16),)}, 4).cohorts) == 1
+
+
+@pytest.mark.parametrize(("extra", "lost"), [((), {1}), ((Pool(9, RECORD, grain=4),), {0, 1})])
+def test_records_change_in_place(extra: tuple[Pool, ...], lost: set[int]) -> None:
+    """A sweep that broke off may have changed the records of all sequences, so none can go on from its own."""
+    pools = {tier: (Pool(9, 4), *extra) for tier in ("device", "host")}
+    sweeps, released = Sweeps(Policy(1, 2, cache=(0.5, 0.5, 0), prefill_tokens=8), pools), list[int]()
+    for s in range(2):
+        sweeps.add(Sequence(s, 5, 9))
+    sweeps.advance(sweeps.begin(lambda sequence, tokens: None), set())
+    homes = {s.id: s.home for s in sweeps.live.values()}
+    sweeps.begin(lambda sequence, tokens: None)
+    assert {s.id for s in sweeps.lose(homes[1], lambda sequence: released.append(sequence.id))} == lost == {*released}
+    assert [(s.id, s.cached, s.generated) for s in sweeps.waiting] == [(s, 0, 0) for s in sorted(lost)]
+    assert {*sweeps.live} == {0, 1} - lost

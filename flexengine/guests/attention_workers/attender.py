@@ -164,7 +164,7 @@ class RemoteAttender(Attender):
         layer, sinks = self._asked[k].layer, self._asked[k].options.sinks
         group = self.cache.pools.group[layer]
         if (k, group) not in self._told:
-            tables, pool = self.cache.tables(self._views[k], layer), self.cache.layout.pool_of(self.place, layer)
+            tables, pool = self.cache.tables(self._views[k], layer), self.cache.pools.pool(layer, self.place)
             count = len(self.clients)
             parts = (
                 by_tokens(tables, pool.page_tokens, pool.window, count) if self._partial else [whole(tables)] * count
@@ -206,7 +206,7 @@ class RemoteAttender(Attender):
 
     def _question(self, k: int, number: int) -> WorkerQuestion:
         asked, pools = self._asked[k], self.cache.pools
-        pool, region = self.cache.layout.pool_of(self.place, asked.layer), pools.region(asked.layer, self.place)
+        pool, region = pools.pool(asked.layer, self.place), pools.region(asked.layer, self.place)
         (heads, kv_heads), page_tokens = asked.heads, pool.page_tokens
         if (team := pools.teams.get(self.place)) is not None:
             heads //= kv_heads

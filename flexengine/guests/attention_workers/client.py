@@ -128,7 +128,7 @@ class Client:
                 if (transit := self.allocate(PARTS * PART, counted=False, transit=True)) is not None:
                     self.transit = Transit(self.transfer, self.shared[transit])
             except BaseException:
-                self.close()
+                Client.close(self)  # the process is ended by who started it, with its last messages
                 raise
 
     @property
@@ -210,16 +210,16 @@ class Client:
 
     def write_all(self, spans: Sequence[tuple[int, int, Tensor]]) -> None:
         """Copy contiguous tensors in RAM to memory. spans: handle, first byte, and tensor of each."""
-        if self.transit is not None:
-            self.transit.write(PageSpan(*span) for span in spans)
+        if (transit := self.transit) is not None:
+            transit.write(PageSpan(*span) for span in spans)
             return
         for span in spans:
             self.write(*span)
 
     def read_all(self, spans: Sequence[tuple[int, int, Tensor]]) -> None:
         """Copy memory to contiguous tensors in RAM. spans: as for `write_all`."""
-        if self.transit is not None:
-            waiting = [self.transit.read(PageSpan(*span) for span in spans)]
+        if (transit := self.transit) is not None:
+            waiting = [transit.read(PageSpan(*span) for span in spans)]
         else:
             waiting = [self.read(*span) for span in spans]
         for pending in filter(None, waiting):
@@ -229,8 +229,8 @@ class Client:
         """Copy a contiguous tensor in RAM to byte `start` of memory."""
         if (shared := self.shared.get(handle)) is not None:
             shared[start : start + source.nbytes].copy_(source.view(-1).view(torch.uint8))
-        elif self.transit is not None:
-            self.transit.write([PageSpan(handle, start, source)])
+        elif (transit := self.transit) is not None:
+            transit.write([PageSpan(handle, start, source)])
         else:
             self._send(MessageKind.WRITE, (handle, start), source)
 
@@ -240,8 +240,8 @@ class Client:
         if (shared := self.shared.get(handle)) is not None:
             target.view(-1).view(torch.uint8).copy_(shared[start : start + target.nbytes])
             return done
-        if self.transit is not None:
-            return self.transit.read([PageSpan(handle, start, target)]) or done
+        if (transit := self.transit) is not None:
+            return transit.read([PageSpan(handle, start, target)]) or done
         ticket, pending = self._new([target])
         self._send(MessageKind.READ, (ticket, handle, start, target.nbytes))
         return pending
@@ -375,3 +375,4 @@ class Client:
             self.link.close()
             self._thread.join(END_SECONDS)
             self.shared.clear()
+            self.transit = None  # else its memory stays until garbage is collected

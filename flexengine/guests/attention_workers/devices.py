@@ -10,6 +10,7 @@ A process uses one GPU, so several GPUs are several workers. Page tables are che
 device once per sweep.
 """
 
+import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -188,7 +189,8 @@ class CudaDevice(StagedDevice):
     def unlock(self, room: Tensor) -> None:
         if room.data_ptr() in self._locked:
             self._locked.remove(room.data_ptr())
-            self._cuda.unregister(room.data_ptr())
+            with contextlib.suppress(RuntimeError):  # the GPU has failed; the process ends soon
+                self._cuda.unregister(room.data_ptr())
 
     def synchronize(self) -> None:
         self._cuda.wait_for_stream()

@@ -26,6 +26,7 @@ from flexengine.guests.attention_workers.messages import (
     words,
 )
 from flexengine.guests.attention_workers.pool import MOST_ENGINES, Records, RecordsFull, WorkerPool, mapped_file
+from flexengine.guests.attention_workers.transit import PART, PARTS
 from flexengine.guests.wire.link import MOST_TEXT, SILENT_SECONDS, Broken, Connection, Message, unpack
 from flexengine.tier.base import aligned
 
@@ -137,9 +138,9 @@ class AttentionServer:
             self._ready(a, self._allocate(a, b, self.pool.buffer))
         elif message.kind == MessageKind.SHARE:
             descriptor = link.take_file()
-            if c == 1 and self.pool.kind == "device":
+            if c not in (0, 1, 2) or (c == 1 and self.pool.kind == "device") or (c == 2 and b > PARTS * PART):
                 os.close(descriptor)
-                raise Broken("pages in memory that both processes map came, but this worker holds them on its device")
+                raise Broken(f"{b} bytes of memory that both processes map came, of kind {c}, which does not fit here")
             try:
                 ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=c == 1)
             finally:
@@ -217,7 +218,7 @@ class AttentionServer:
         self.link.send(MessageKind.READY, (handle, int(ready), self.pool.memory - others, self.pool.memory))
 
     def _allocate(self, handle: int, nbytes: int, make: Callable[[int], Tensor], counted: bool = True) -> bool:
-        if nbytes < 0 or handle in self._held:
+        if nbytes < 1 or handle in self._held:
             raise Broken(f"memory {handle} of {nbytes} bytes cannot be allocated")
         self._records.book(("held", handle), 0)
         size = aligned(nbytes)

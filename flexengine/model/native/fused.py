@@ -63,9 +63,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _norm(cls: Any) -> dict[str, Any]:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if not is_fp32(x, self.weight) or self.weight.shape != x.shape[-1:]:
-            return cls.forward(self, x)  # type: ignore[no-any-return]
+    def forward(self: Any, x: Tensor, *gate: Tensor, **named: Tensor) -> Tensor:
+        if gate or named or not is_fp32(x, self.weight) or self.weight.shape != x.shape[-1:]:
+            return cls.forward(self, x, *gate, **named)  # type: ignore[no-any-return]
         with unwatched():
             return kernels.load().rms_norm(x, self.weight, *self.rms)
 

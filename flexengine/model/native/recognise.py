@@ -63,7 +63,7 @@ def use_native_layers(
     compute is known. The comparison with their modules follows when they are first used.
 
     Args:
-        attends: by layer, its pause at attention in a pass on the meta device.
+        attends: by layer, its pause at attention in a pass on the meta device. Others run their modules.
         calls: by layer, its arguments there.
         adapt: replaces the attention of a layer as it was replaced in the model; None if it was not.
 
@@ -74,8 +74,9 @@ def use_native_layers(
     if any(cls.__module__.partition(".")[0] not in _KNOWN for cls in classes):
         return dict.fromkeys(attends, "its code is not that of transformers")
     kinds, reasons, scratch = dict[Any, LayerKind | str](), dict[int, str](), Scratch()
+    all_layers = pausing_layers(model)
     before: PausingLayer | None = None
-    layers = pausing_layers(model)
+    layers = [layer for layer in all_layers if layer.index in attends]
     keys = [_settings(module.layer, attends[module.index]) for module in layers]
     for module, key in zip(layers, keys, strict=True):
         event, call = attends[module.index], calls[module.index]
@@ -89,10 +90,10 @@ def use_native_layers(
         else:
             module.outputs = kind.record.outputs
             module.native = NativeLayer(module.layer, event, _width(call), kind)
-            if before is not None and before.native is not None:
+            if before is not None and before.native is not None and before.index + 1 == module.index:
                 before.native.following = module.native
         before = module
-    if before is not None and before.native is not None:
+    if before is not None and before.native is not None and before is all_layers[-1]:
         before.native.last = _ends(model)
     return reasons
 

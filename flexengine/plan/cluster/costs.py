@@ -87,7 +87,8 @@ class Costs:
         size = (len(order), len(task.kinds), len(task.choices))
         prefill, decode, load = np.zeros(size), np.zeros(size), np.zeros(size)
         memory, host, slots = np.zeros(size), np.zeros(size), np.zeros(size)
-        cached = job.cached(min(shape.batch, job.rows))
+        alive = min(shape.batch, job.rows)
+        cached = job.cached(alive)
         cells = product(enumerate(order), enumerate(task.kinds), enumerate(task.choices))
         for (j, device), (k, layers), (c, choice) in cells:
             model = task.models[device.kind]
@@ -96,7 +97,8 @@ class Costs:
             for table, phase, batch in ((prefill, PREFILL, shape.prefill), (decode, DECODE, shape.decode)):
                 seconds = sum(self._layer(device, layer, choice.form, phase, batch) for layer in layers)
                 table[j, k, c] = seconds if fits else np.inf
-            memory[j, k, c] = model.exact.kv_token * len(layers) * cached + (0 if choice.host else sum(weights))
+            kept = sum(model.exact.kv_token * cached * model.attends(i) + alive * model.state(i) for i in layers)
+            memory[j, k, c] = kept + (0 if choice.host else sum(weights))
             if choice.host and fits:
                 load[j, k, c] = sum(weights) / device.host_link
                 host[j, k, c], slots[j, k, c] = sum(weights), STREAM_SLOTS * max(weights)

@@ -27,8 +27,10 @@ from scipy.optimize import nnls
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.cluster.job import Format, Model
+from flexengine.plan.facts import NO_ATTENTION
 from flexengine.plan.hardware import Hardware, IfKnown, Rate
 from flexengine.plan.rates import Rates
+from flexengine.plan.records import state_seconds
 
 PREFILL, DECODE = "prefill", "decode"
 PHASES = (PREFILL, DECODE)
@@ -79,13 +81,15 @@ class HandRates(Latency):
         if form not in self.flops or form not in self.bandwidth:
             return float("inf")
         facts, nbytes, active = model.exact, model.bytes[form][layer], model.active[layer]
-        kv, hidden = facts.kv_token, facts.hidden * facts.itemsize  # bytes of a token
+        kv, hidden = facts.kv_token * model.attends(layer), facts.hidden * facts.itemsize  # bytes of a token
+        state = 2 * batch * model.state(layer)  # bytes that are read and written
         if phase == PREFILL:
             flop, pairs = 2 * active * batch * tokens, batch * tokens * (tokens + 1) / 2
-            moved = nbytes + batch * tokens * (kv + 2 * hidden)
+            moved = nbytes + state + batch * tokens * (kv + 2 * hidden)
         else:
             flop, pairs = 2 * active * batch, batch * tokens
-            moved = nbytes + batch * tokens * kv
+            moved = nbytes + state + batch * tokens * kv
+        pairs *= model.attends(layer)
         attended = pairs * (4.0 * facts.heads * facts.head_dim) / self.flops.get(None, self.flops[form])
         return max(flop / self.flops[form] + attended, moved / self.bandwidth[form]) + self.layer_seconds
 
@@ -178,13 +182,18 @@ class MachineRates(Latency):
         rates = self._of(model, form)
         facts = rates.model
         window = facts.windows[layer] if facts.windows else None
+        decodes = phase == DECODE and model.state(layer) > 0
+        step = batch * state_seconds(facts, self.hardware) if decodes else 0.0
+        if window == NO_ATTENTION:
+            rows = batch * (tokens if phase == PREFILL else 1)
+            return rates.one_layer(layer, rows) + step + self.hardware.task_seconds
         attention = rates.attention[window]
         seen, overhead = min(tokens, window) if window else tokens, attention.call + self.hardware.task_seconds
         if phase == PREFILL:
             pairs = tokens * (tokens + 1) / 2 - (tokens - seen) * (tokens - seen + 1) / 2
             attending = float(attention.prompt(batch * pairs, tokens))
             return rates.one_layer(layer, batch * tokens) + attending + overhead
-        return rates.one_layer(layer, batch) + float(attention.decode(batch * seen, seen)) + overhead
+        return rates.one_layer(layer, batch) + step + float(attention.decode(batch * seen, seen)) + overhead
 
     def head(self, model: Model, rows: int) -> float:
         return float(self._of(model, None).head(rows)) + self.hardware.task_seconds

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.plan.facts import ModelFacts
+from flexengine.plan.facts import NO_ATTENTION, ModelFacts
 from flexengine.plan.sizes import PAGE_TOKENS, aligned
 from flexengine.plan.stages import BITS
 from flexengine.plan.workload import Workload
@@ -48,10 +48,18 @@ class Model:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """Return for each layer the number of its kind. Layers of one kind take equal time and have equal sizes."""
-        known: dict[tuple[str, int | None], int] = {}
+        known: dict[tuple[str, int | None, int], int] = {}
         windows = self.exact.windows or (None,) * len(self.exact.layers)
-        keys = [(self.exact.signature(j), window) for j, window in enumerate(windows)]
+        keys = [(self.exact.signature(j), window, self.state(j)) for j, window in enumerate(windows)]
         return tuple(known.setdefault(key, len(known)) for key in keys)
+
+    def attends(self, layer: int) -> bool:
+        """Return whether a layer has attention, and so keys and values."""
+        return not self.exact.windows or self.exact.windows[layer] != NO_ATTENTION
+
+    def state(self, layer: int) -> int:
+        """Return the bytes of a sequence's state in a layer, beside keys and values."""
+        return self.exact.states[layer] if self.exact.states else 0
 
 
 def assumed_harm(model: Model, formats: Sequence[Format]) -> Harm:

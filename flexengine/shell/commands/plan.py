@@ -229,9 +229,12 @@ def _check(args: argparse.Namespace) -> None:
         names += ["row_options", "template", "delimiter"]
         refuse_given(args, names, "needs the rows of a file; give --input, too")
     check_least(args, limit=1, stages=1)
-    if args.stages is None:
-        refuse_given(args, ["stage_link"], "is the network between the machines of --stages; give --stages, too")
-    else:
+    if args.cluster is not None:
+        refuse_given(args, ["stage_link"], "is for --stages; the file of --cluster has its own links")
+    if args.stages in (None, 1):
+        given = args.stages or "not given"
+        refuse_given(args, ["stage_link"], f"is the network between stages, but --stages is {given}; leave it out")
+    if args.stages is not None:
         refuse_given(args, ["cluster"], "describes other machines than --stages; leave one out")
         others.links_of(args)
         why = "is for the plan of one machine, but --stages is given; leave one out"

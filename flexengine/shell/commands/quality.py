@@ -190,7 +190,7 @@ def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Score
         logprobs=tuple(tuple(place["logprob"] for place in row) for row in places),
         likeliest=tuple(tuple(place["top_logprobs"][0]["token_id"] for place in row) for row in places),
         weights=sum(tensor.held_bytes for tensor in engine.facts.tensors),
-        cache=engine.facts.kv_token * len(engine.facts.layers),
+        cache=engine.facts.kv_token * len(engine.facts.attended),
         seconds=seconds,
         bits=engine.lossy.weights if isinstance(engine.lossy.weights, tuple) else None,
     )
@@ -227,7 +227,7 @@ def _cells(c: LossyCost, exact: LossyCost) -> tuple[str, ...]:
     if c.refused is not None:
         return c.name, f"not measured: {c.refused}"
     more = f"{c.more:+.4f}" + (f" ± {c.error:.4f}" if c.error is not None else "")
-    weights, cache = f"{c.weights / exact.weights:.1%}", f"{c.cache / exact.cache:.1%}"
+    weights, cache = f"{c.weights / exact.weights:.1%}", f"{c.cache / (exact.cache or 1):.1%}"
     if c is exact:
         more, weights, cache = "", f"{c.weights / 1e6:,.1f} MB", f"{c.cache / 1e3:,.2f} kB"
     return c.name, f"{c.nll:.4f}", more, f"{c.perplexity:,.2f}", f"{c.same:.1%}", weights, cache, f"{c.seconds:.1f}"

@@ -26,6 +26,7 @@ from flexengine.worker.regions import Regions
 if TYPE_CHECKING:
     from flexengine.worker.cache.smoothing import Smoothing
 
+RECORDS = "flexengine.model.mixers:StateRecords"  # imported if layers have states
 VALUES_ON_DEMAND = "flexengine.worker.on_demand:Values"  # imported if attention reads a fraction of the values
 
 
@@ -85,6 +86,12 @@ class Cache:
     def tables(self, view: View, layer: int) -> Tables:
         """Return the part of a view that belongs to a layer."""
         return view.groups[self.pools.group[layer]]
+
+    def records(self, layer: int, view: View, home: str, buffer: int | None) -> Any:
+        """Return the records of a gpu_batch in a layer: `model.mixers.StateRecords`. Arguments as in `attend`."""
+        tables, pages = self.tables(view, ~layer), self._pool(~layer, home, buffer)
+        copy_pages(pages, tables)
+        return resolve_name(RECORDS)(pages, tables.pages.long(), view.decode, tables.prompts)
 
     def attend(self, event: Attend, view: View, home: str, buffer: int | None) -> Tensor:
         """Append the new K and V and return attention `[1, tokens, heads, head_dim]`.

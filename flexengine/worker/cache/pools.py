@@ -16,7 +16,7 @@ from flexengine.places import place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import MEAN_KEYS, Layout
 from flexengine.schedule.frame import num_buffers
-from flexengine.schedule.pages import pages_for
+from flexengine.schedule.pages import Pool, pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
@@ -111,7 +111,8 @@ class Shared(NamedTuple):
 class Pools(SequenceState):
     """Pages of every tier and group of layers, and the buffers that pages of other tiers pass through on the device.
 
-    A tier's pools are one region, ordered by group, then by layer. A layer in no group has no pages.
+    A tier's pools are one region, ordered by group, then by layer. A layer in no group has no pages. Number ~j stands
+    for the states of layer j; their records are pages of bytes.
 
     Attributes:
         shared: by sequence id; only for sequences with pages that the next sweep copies on write.
@@ -147,7 +148,10 @@ class Pools(SequenceState):
                 self._by_tier[tier] = regions.take(tier, sum(sizes), "KV cache", dtype)
         # By tier and group, the format of pages; None if pages are not encoded.
         self._forms = {
-            tier: [CacheFormat(bits, model.kv_heads, p.page_tokens, model.head_dim) if bits else None for p in pools]
+            tier: [
+                CacheFormat(bits, model.kv_heads, p.page_tokens, model.head_dim) if bits and not p.is_record else None
+                for p in pools
+            ]
             for tier, pools in layout.pools.items()
         }
         self._views: dict[tuple[int, str], Tensor] = {}  # by layer and tier
@@ -190,11 +194,18 @@ class Pools(SequenceState):
         """Return the bytes of one page of a layer."""
         return self.layout.page_bytes[tier][self.group[layer]]
 
+    def pool(self, layer: int, tier: str) -> Pool:
+        """Return the pool in which a layer has its pages."""
+        return self.layout.pools[tier][self.group[layer]]
+
     def region(self, layer: int, tier: str) -> Region:
         """Return the region of a layer's pages."""
-        group = self.group[layer]
-        nbytes = self.layout.pools[tier][group].pages * self.page_bytes(layer, tier)
-        return self._by_tier[tier].part(self._starts[tier][group] + self._number[layer] * nbytes, nbytes)
+        group, nbytes = self.group[layer], self.pool(layer, tier).pages * self.page_bytes(layer, tier)
+        part = self._by_tier[tier].part(self._starts[tier][group] + self._number[layer] * nbytes, nbytes)
+        return part if layer >= 0 else Region(part.place, part.start, nbytes, torch.uint8)
+
+    def _dtype(self, layer: int) -> torch.dtype:
+        return self.dtype if layer >= 0 else torch.uint8
 
     def form(self, layer: int, tier: str) -> CacheFormat | None:
         """Return the format of a layer's pages on a tier; None if pages are not encoded."""
@@ -214,8 +225,13 @@ class Pools(SequenceState):
 
     def room(self, layer: int, home: str, buffer: int) -> Region:
         """Return the part of a buffer that holds whole pages of the layer."""
-        page, base = self.page_bytes(layer, home), self._buffers[buffer]
-        return Region(base.place, base.start, self.layout.cache_buffer // page * page, self.dtype)
+        page, base, first = self.page_bytes(layer, home), self._buffers[buffer], self._first(layer)
+        nbytes = (self.layout.cache_buffer - first) // page * page
+        return Region(base.place, base.start + first, nbytes, self._dtype(layer))
+
+    def _first(self, layer: int) -> int:
+        """Return the offset of a layer's pages in buffers."""
+        return 0 if layer >= 0 else self.layout.beside
 
     def in_buffer(self, layer: int, home: str, buffer: int) -> Tensor:
         """Return the pages of a layer in a buffer."""
@@ -224,14 +240,14 @@ class Pools(SequenceState):
     def in_stage(self, layer: int, home: str, buffer: int) -> Tensor:
         """Return the pages of a layer in a buffer's host staging."""
         page = self.page_bytes(layer, home)
-        whole = self._part(self._stages[buffer], 0, self.layout.cache_stage // page * page)
+        whole = self._stages[buffer].part(0, self.layout.cache_stage // page * page)
         return self.machine.host.view(whole).view(-1, *self._page(layer, home))
 
     def _page(self, layer: int, tier: str) -> tuple[int, ...]:
         """Return the shape of a page."""
-        if self.bits:
+        if self.bits or layer < 0:
             return (self.page_bytes(layer, tier),)
-        return 2, self.model.kv_heads, self.layout.pools[tier][self.group[layer]].page_tokens, self.model.head_dim
+        return 2, self.model.kv_heads, self.pool(layer, tier).page_tokens, self.model.head_dim
 
     def load(self, layer: int, home: str, tables: Tables, buffer: int, hop: int) -> None:
         """Copy the cached pages of one layer one leg toward the device buffer; see `Mover.load`."""
@@ -248,16 +264,18 @@ class Pools(SequenceState):
         whose keys are the first half. A page has the same offset in the buffer and in its staging."""
         page, pool, device = self.page_bytes(layer, home), self.region(layer, home), self._buffers[buffer]
         stage = self._stages[buffer] if place_of(home).staged and self._stages else None
+        dtype, before = self._dtype(layer), self._first(layer)
+
+        def part(base: Region, start: int, nbytes: int) -> Region:
+            return Region(base.place, base.start + before + start, nbytes, dtype)
+
         spans = [(source * page, target * page, count * page) for source, target, count in whole]
         for source, target, count in keys:
             spans += [((source + i) * page, (target + i) * page, page // 2) for i in range(count)]
         return [
-            Transfer([pool.part(first, n)], stage and self._part(stage, start, n), self._part(device, start, n))
+            Transfer([pool.part(first, n)], stage and part(stage, start, n), part(device, start, n))
             for first, start, n in spans
         ]
-
-    def _part(self, base: Region, start: int, nbytes: int) -> Region:
-        return Region(base.place, base.start + start, nbytes, self.dtype)
 
     def close(self) -> None:
         """Drop all references to the memory."""

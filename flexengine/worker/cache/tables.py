@@ -188,8 +188,8 @@ def tables_of(
         shared: by index of a piece, `Pools.shared` of its sequence and this pool.
         values: whether only chosen values are loaded.
     """
-    decode = sum(p.single for p in pieces)
-    page_ids, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
+    decode, rows = sum(p.single for p in pieces), batch.cache_home == "host" and not pool.is_record
+    page_ids, closed, moved = owned, None, _Moved(pool, values and not pool.is_record, rows)
     copies: list[tuple[int, int]] = []
     if batch.moves_pages:
         page_ids = [moved.add(piece, owned[i], shared.get(i)) for i, piece in enumerate(pieces)]

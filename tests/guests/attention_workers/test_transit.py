@@ -29,7 +29,7 @@ from tests.helpers.tiers import Cudart
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("transit", "client"):
+    for module in ("transit", "client", "server"):
         monkeypatch.setattr(f"flexengine.guests.attention_workers.{module}.PART", 1 << 12)
         monkeypatch.setattr(f"flexengine.guests.attention_workers.{module}.PARTS", 3)
 

@@ -1,0 +1,288 @@
+"""States beside keys and values: tokens of transformers for every placement, cut and batch; bytes by formula."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.lossy import Lossy
+from flexengine.model.mixers import mixers_of
+from flexengine.plan.workload import Workload
+from flexengine.worker.cache.pools import Pools
+from flexengine.worker.expert_rows import Experts
+from tests.helpers.architectures import reload
+from tests.helpers.chained import chained
+from tests.helpers.families import prompts_of
+from tests.helpers.hybrids import KINDS, LENGTHS, NEW, Hybrid, make_hybrid
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+D, H, K, MIX = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3)
+POLICIES = {
+    "device": Policy(8, 1),
+    "single rows": Policy(1, 8),
+    "host": Policy(3, 2, weights=H, cache=H, activations=H, prefill_tokens=128, schedule="zigzag"),
+    "disk": Policy(2, 3, weights=K, cache=K, activations=K, prefill_tokens=64, slots=1),
+    "everywhere": Policy(2, 4, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=192, schedule="diagonal"),
+}
+QUICK = [("device", "lfm2"), ("disk", "lfm2")]
+PIECES = (1, 7, 16, 64, 130)
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Hybrid] = {}
+
+    def get(kind: str) -> Hybrid:
+        if kind not in made:
+            made[kind] = make_hybrid(kind, tmp_path_factory.mktemp(kind), prompts_of(601, LENGTHS))
+        return made[kind]
+
+    return get
+
+
+def run(known: Hybrid, policy: Policy | None, rows: Any = None, device: str = "sim", **options: Any) -> list[Any]:
+    offload = known.directory / "offload"
+    with Engine(known.directory, policy=policy, device=device, offload_dir=offload, **options) as engine:
+        results = engine.generate(known.rows if rows is None else rows, GREEDY)
+        assert [r.error for r in results] == [None] * len(results)
+        if policy is not None and device == "sim":
+            ledgers = {tier: engine.core.machine.tier(tier).ledger.peak for tier in ("device", "host", "disk")}
+            assert ledgers == {tier: engine.layout.total(tier) for tier in ledgers}
+        return [r.token_ids for r in results]
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    pytest.param(name, kind, marks=[] if (name, kind) in QUICK else pytest.mark.slow)
+    for name in POLICIES for kind in KINDS
+])  # fmt: skip
+def test_tokens_are_those_of_transformers(hybrids: Any, kind: str, name: str) -> None:
+    known = hybrids(kind)
+    assert run(known, POLICIES[name]) == known.expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_batch(hybrids: Any, kind: str) -> None:
+    """Log probabilities have the same bits."""
+    known, found, sampling = hybrids(kind), list[Any](), SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=1)
+    for policy in (Policy(8, 1), Policy(1, 8), Policy(3, 3)):
+        with Engine(known.directory, policy=policy, device="sim") as engine:
+            found.append([[e["logprob"] for e in r.logprobs or ()] for r in engine.generate(known.rows, sampling)])
+    assert len(found[0][0]) == NEW
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_under_a_policy_of_the_planner(hybrids: Any, kind: str) -> None:
+    known = hybrids(kind)
+    assert run(known, None, device="cpu") == known.expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "zamba2", "jamba", "lfm2"])
+@pytest.mark.parametrize("tokens", PIECES)
+def test_prompts_in_pieces(hybrids: Any, kind: str, tokens: int) -> None:
+    """Pieces smaller than the grain are enlarged to it; the tokens do not depend on them."""
+    known = hybrids(kind)
+    assert run(known, Policy(3, 3, cache=H, prefill_tokens=tokens)) == known.expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "jamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("cache", [D, H, K])
+def test_shared_prefixes(hybrids: Any, kind: str, cache: Any) -> None:
+    """Samples of a prompt, and prompts that have a prefix in common, share it up to a multiple of the grain. Each gets
+    the tokens that it gets alone, as a copy of the record of its prefix is changed, not the record itself."""
+    known = hybrids(kind)
+    long = known.prompts[1]  # 150 tokens
+    prompts = [long, long[:131], long[:64] + known.prompts[0], long, long[:129], [*long[:128], *long[:3]]]
+    rows = [{"prompt_token_ids": prompt} for prompt in prompts]
+    policy = Policy(2, 4, cache=cache, prefill_tokens=128)
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=known.directory / "offload") as engine:
+        shared = engine.generate(rows, GREEDY)
+        assert engine.summary.computed_prompt_tokens < sum(map(len, prompts))
+        samples = engine.generate([known.rows[1]], SamplingParams(n=3, max_tokens=NEW, ignore_eos=True))
+        assert engine.summary.computed_prompt_tokens == 128 + 3 * (150 - 128)
+    assert [s.token_ids for s in samples[0].samples] == [known.expected[1]] * 3
+    assert [r.token_ids for r in shared] == run(known, Policy(1, 1), rows, prefix_sharing=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "cuts"), [
+    ("qwen3_next", (0, 1, 4)), ("falcon_h1", (0, 2, 4)), ("mamba2", (0, 3, 4)), ("nemotron_h", (0, 1, 2, 4)),
+])  # fmt: skip
+def test_stages(hybrids: Any, kind: str, cuts: tuple[int, ...]) -> None:
+    """A stage may have layers with states only, with attention only, or with neither."""
+    known = hybrids(kind)
+    for policy in (POLICIES["host"], POLICIES["everywhere"]):
+        with chained(known.directory, cuts, policy, device="sim") as chain:
+            assert [r.token_ids for r in chain.generate(known.rows, GREEDY)] == known.expected
+
+
+@pytest.mark.slow
+def test_a_record_is_not_read_before_it_is_written(hybrids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of fresh memory, or of sequences that have ended, hold anything: a prompt of one token must not be taken
+    for a decode step (vLLM #32118, #56524)."""
+    known, claim = hybrids("qwen3_next"), Pools.claim
+
+    def poisoned(pools: Pools, sequence: Any, tokens: int) -> None:
+        fresh = sequence.id not in pools.held
+        claim(pools, sequence, tokens)
+        if fresh and sequence.source is None:
+            for layer, group in pools.group.items():
+                if layer < 0:
+                    for page in pools.held[sequence.id][group]:
+                        pools.view(layer, sequence.home).view(torch.float32)[page] = torch.nan
+
+    monkeypatch.setattr(Pools, "claim", poisoned)
+    for cache in (D, H):
+        assert run(known, Policy(2, 2, cache=cache)) == known.expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_bytes_of_states(hybrids: Any, home: str) -> None:
+    """Each piece but a prompt's first loads its record, and every piece stores it, once in each layer that has one."""
+    known = hybrids("mamba2")  # no pages of keys and values
+    cache = H if home == "host" else K
+    with Engine(
+        known.directory, policy=Policy(4, 2, cache=cache, prefill_tokens=128), device="sim",
+        offload_dir=known.directory / "offload",
+    ) as engine:  # fmt: skip
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        moved = engine.summary.bytes
+        config = engine.core.skeleton.config
+        page = engine.layout.page_bytes[home]
+    # conv [inner + 2 groups state, kernel] and S [heads, head_dim, state], fp32, each from a multiple of 64 bytes on
+    inner = config.expand * config.hidden_size
+    conv = (inner + 2 * config.n_groups * config.state_size) * config.conv_kernel * 4
+    state = config.num_heads * config.head_dim * config.state_size * 4
+    record = -(-(-(-conv // 64) * 64 + -(-state // 64) * 64) // 4096) * 4096
+    assert page == (record,)
+    pieces = {length: -(-length // 128) for length in LENGTHS} | {129: 2}
+    decode = len(LENGTHS) * (NEW - 1)
+    loads = sum(pieces[n] - 1 for n in LENGTHS) + decode
+    stores = sum(pieces[n] for n in LENGTHS) + decode
+    layers = config.num_hidden_layers
+    assert (moved["h2d"], moved["d2h"]) == (loads * layers * record, stores * layers * record)
+    if home == "disk":
+        assert (moved["disk_read"], moved["disk_write"]) == (moved["h2d"], moved["d2h"])
+
+
+@pytest.mark.slow
+def test_experts_are_loaded_once_for_each_layer(hybrids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of layers without attention, too, in a task of their own instead of the lane that computes."""
+    known, lacking, missing = hybrids("qwen3_next"), Experts.lacking, list[Any]()
+
+    def noted(experts: Experts, rows: Any, slot: int | None) -> Any:
+        missing.append(lacking(experts, rows, slot))
+        return missing[-1]
+
+    monkeypatch.setattr(Experts, "lacking", noted)
+    monkeypatch.setattr(Experts, "bring", None)
+    one = LENGTHS.index(1)
+    with Engine(known.directory, policy=Policy(1, 1, weights=H), device="sim") as engine:
+        assert engine.generate([known.rows[one]], GREEDY)[0].token_ids == known.expected[one]
+        config = engine.core.skeleton.config
+        assert [len(each) for each in missing] == [config.num_experts_per_tok] * config.num_hidden_layers * NEW
+
+
+@pytest.mark.slow
+def test_a_job_that_broke_off_goes_on(hybrids: Any, tmp_path: Path) -> None:
+    """Rows that had not ended begin anew, with a new record (vllm-metal #488)."""
+    known = hybrids("qwen3_next")
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
+
+    class StopError(Exception):
+        pass
+
+    def stop(progress: Any) -> None:
+        if progress.sweeps == NEW + 2:  # the first block has ended, the second is under way
+            raise StopError
+
+    options: Any = dict(policy=Policy(2, 2, cache=H, schedule="zigzag"), device="sim", offload_dir=tmp_path / "off")
+    with Engine(known.directory, on_sweep=stop, **options) as engine, pytest.raises(StopError):
+        engine.run_job(str(source), str(output), GREEDY)
+    with Engine(known.directory, **options) as engine:
+        engine.run_job(str(source), str(output), GREEDY)
+        assert 0 < engine.summary.rows < len(known.rows)
+    assert [json.loads(line)["token_ids"] for line in output.read_text().splitlines()] == known.expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "lfm2"])
+def test_scores(hybrids: Any, kind: str) -> None:
+    """Log probabilities of continuations are those of transformers; long contexts are computed once."""
+    known = hybrids(kind)
+    model, long = reload(known.directory), known.prompts[1]
+    pairs = [(long[:130], long[130:]), (long[:130], [7]), (long[:70], long[:65]), ([5], [6, 7])]
+    with Engine(known.directory, policy=Policy(2, 2, cache=H, prefill_tokens=128), device="sim") as engine:
+        results = engine.score([context for context, _ in pairs], [continuation for _, continuation in pairs])
+        assert engine.summary.computed_prompt_tokens < sum(len(a) + len(b) - 1 for a, b in pairs)
+    for result, (context, continuation) in zip(results, pairs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1].double()
+        found = logits.log_softmax(-1)[range(len(continuation)), continuation].tolist()
+        assert [entry["logprob"] for entry in result.logprobs or ()] == pytest.approx(found, abs=5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "mamba2", "lfm2"])
+@pytest.mark.parametrize("options", [
+    {"lossy": Lossy(weights="int8")}, {"lossy": Lossy(cache="int8")}, {"lossy": Lossy(sparse_attention=0.2)},
+])  # fmt: skip
+def test_tokens_do_not_depend_on_the_placement(hybrids: Any, kind: str, options: dict[str, Any]) -> None:
+    """Switches change keys, values and matrices, and nothing in states."""
+    known = hybrids(kind)
+    results = [run(known, POLICIES[name], **options) for name in ("device", "everywhere")]
+    assert results[0] == results[1]
+
+
+@pytest.mark.slow
+def test_states_keep_their_dtype(hybrids: Any) -> None:
+    """What a delta rule and Mamba sum up stays in fp32 in a model that computes in 16 bits (vLLM #22928, #39032)."""
+    for kind in ("qwen3_next", "granitemoehybrid", "kimi_linear"):
+        tokens, offload = list[Any](), hybrids(kind).directory / "offload"
+        for name in ("device", "everywhere"):
+            policy = POLICIES[name]
+            with Engine(
+                hybrids(kind).directory, policy=policy, device="sim", dtype="bfloat16", offload_dir=offload
+            ) as engine:
+                results = engine.generate(hybrids(kind).rows, GREEDY)
+                assert [(r.error, len(r.token_ids)) for r in results] == [(None, NEW)] * len(LENGTHS)
+                tokens.append([r.token_ids for r in results])
+                mixers = mixers_of(engine.core.skeleton.model)
+                kinds = {field.key[0]: field.dtype for mixer in mixers for field in mixer.fields}
+                assert kinds == {"conv": torch.bfloat16, "recurrent": torch.float32}
+        assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_delegated_attention_is_refused(hybrids: Any) -> None:
+    known = hybrids("qwen3_next")
+    with pytest.raises(InvalidInput, match="states beside keys and values"):
+        run(known, Policy(2, 2, cache=H, delegate="host"))
+
+
+@pytest.mark.slow
+def test_the_layout_books_records(hybrids: Any) -> None:
+    """One record for each sequence and layer with a state, on the tier of its keys and values."""
+    known = hybrids("qwen3_next")
+    with Engine(known.directory, policy=Policy(2, 4, cache=(0.5, 0.5, 0)), device="sim") as engine:
+        engine.generate(known.rows, GREEDY)
+        groups = {group.state > 0: (g, group) for g, group in enumerate(engine.layout.groups)}
+        number, group = groups[True]
+        assert group.layers == (~0, ~2)
+        assert groups[False][1].layers == (1, 3)
+        counts = {tier: pools[number].pages for tier, pools in engine.layout.pools.items()}
+        stems = 1 + 1  # a bound for prefixes that the rows may share
+        assert all(4 <= count <= 4 + stems for count in counts.values())
+        workload = Workload.of((n, NEW) for n in LENGTHS)
+        assert engine.core.facts.states[0] % 4096 == 0 < engine.core.facts.states[0]
+        assert workload.longest == 150 + NEW - 1
