@@ -176,9 +176,10 @@ def engine_part(engine: "Session", known: Manifest) -> dict[str, Any]:
 
 def settings_of(engine: "Session", prefill_tokens: int) -> dict[str, Any]:
     """Return the choices of an engine. prefill_tokens: most tokens of a prefill chunk under its policy."""
-    importances = engine.calibrator.importances if engine.lossy.enabled else None
+    calibrator = engine.calibrator if engine.lossy.enabled else None
+    importances, thresholds = (calibrator.importances, calibrator.thresholds) if calibrator else (None, [])
     fitted = {IMPORTANCES: importances.digest} if importances is not None else {}
-    sparse = {THRESHOLDS: engine.calibrator.thresholds} if engine.lossy.sparsify else {}
+    sparse = {THRESHOLDS: thresholds} if thresholds else {}
     return {PREFILL_TOKENS: prefill_tokens, LOSSY: engine.lossy.enabled, CACHE: engine.core.cache_form, **fitted,
             **sparse}  # fmt: skip
 
