@@ -214,7 +214,7 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
         assert len(contexts) == len(continuations)
         return [Result(i, error=error, logprobs=[entry(t) for t in rest]) for i, rest in enumerate(continuations)]
 
-    layers = SimpleNamespace(tensors=[SimpleNamespace(held_bytes=100)] * 3, kv_token=64, layers=[()] * 4)
+    layers = SimpleNamespace(tensors=[SimpleNamespace(held_bytes=100)] * 3, kv_token=64, attended=(None,) * 4)
     core = SimpleNamespace(
         tokenizer=byte_tokenizer(), skeleton=SimpleNamespace(context_length=None), source=SimpleNamespace(name="s"),
         machine=SimpleNamespace(kind="cpu", gpu=False, compute=torch.device("cpu")),
