@@ -138,7 +138,8 @@ class AttentionServer:
             self._ready(a, self._allocate(a, b, self.pool.buffer))
         elif message.kind == MessageKind.SHARE:
             descriptor = link.take_file()
-            if c not in (0, 1, 2) or (c == 1 and self.pool.kind == "device") or (c == 2 and b > PARTS * PART):
+            other = c not in (0, 1, 2) or (c == 1 and self.pool.kind == "device") or (c == 2 and b > PARTS * PART)
+            if other or b < 1:  # a mapping of 0 bytes is one of the whole file
                 os.close(descriptor)
                 raise Broken(f"{b} bytes of memory that both processes map came, of kind {c}, which does not fit here")
             try:
@@ -218,7 +219,7 @@ class AttentionServer:
         self.link.send(MessageKind.READY, (handle, int(ready), self.pool.memory - others, self.pool.memory))
 
     def _allocate(self, handle: int, nbytes: int, make: Callable[[int], Tensor], counted: bool = True) -> bool:
-        if nbytes < 1 or handle in self._held:
+        if nbytes < 0 or handle in self._held:
             raise Broken(f"memory {handle} of {nbytes} bytes cannot be allocated")
         self._records.book(("held", handle), 0)
         size = aligned(nbytes)
