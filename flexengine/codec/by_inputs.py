@@ -16,15 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexengine.codec.forms import Form
-from flexengine.codec.scaled import SCALES
+from flexengine.codec.scaled import SCALES, Undivided
 from flexengine.errors import InvalidInput
 
 AWQ_BITS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 @dataclass(frozen=True)
-class ByInputs(Form):
+class ByInputs(Undivided):
     """Format of a matrix that lies input by input."""
 
     rows: int
@@ -47,31 +46,15 @@ class ByInputs(Form):
         return "-".join(filter(None, (f"{self.kind}{self.bits}", str(self.width), *more)))
 
     @property
-    def step(self) -> int:
-        return self.rows
-
-    @property
-    def step_bytes(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def block_columns(self) -> int:
-        return 32
-
-    @property
     def groups(self) -> int:
         """Number of groups of columns."""
         return -(-self.columns // self.width)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each tensor."""
         codes, zeros = self.columns * self.rows * self.bits // 8, self.groups * self.rows * self.bits // 8
         order = (4 * self.columns,) if self.ordered else ()
         return codes, zeros, self.groups * self.rows * SCALES[self.scales][0], *order
-
-    def encode(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
-        raise InvalidInput(f"{self.name} is a format of checkpoints; encode weights as int8, int4, int3 or int2")
 
     def decode(self, data: Tensor, ids: Tensor) -> Tensor:
         weight, zeros, scales, *order = torch.split(data.view(-1), [*self.sizes])

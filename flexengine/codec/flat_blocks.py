@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexengine.codec.forms import Form
+from flexengine.codec.scaled import Undivided
 from flexengine.errors import InvalidInput
 
 NAMES = ("nf4", "fp4")
 
 
 @dataclass(frozen=True)
-class FlatBlocks(Form):
+class FlatBlocks(Undivided):
     """Format of a matrix in blocks that may cross rows."""
 
     rows: int
@@ -38,32 +38,16 @@ class FlatBlocks(Form):
         return f"{self.kind}-{self.block}" + f"-nested{self.nested}" * bool(self.nested)
 
     @property
-    def step(self) -> int:
-        return self.rows
-
-    @property
-    def step_bytes(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def block_columns(self) -> int:
-        return 32
-
-    @property
     def blocks(self) -> int:
         """Number of blocks of the matrix."""
         return -(-self.rows * self.columns // self.block)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each tensor."""
         codes, blocks = self.rows * self.columns // 2, self.blocks
         if self.nested:
             return codes, blocks, 4 * 16, 4 * -(-blocks // self.nested), 4 * 256
         return codes, 4 * blocks, 4 * 16
-
-    def encode(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
-        raise InvalidInput(f"{self.name} is a format of checkpoints; encode weights as int8, int4, int3 or int2")
 
     def decode(self, data: Tensor, ids: Tensor) -> Tensor:
         codes, absmax, *maps = torch.split(data.view(-1), [*self.sizes])

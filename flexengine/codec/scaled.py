@@ -35,8 +35,36 @@ class Part(NamedTuple):
     rows: int  # of the run; 0 for all rows of the matrix
 
 
-class Parted(Form):
-    """Format of a matrix that consists of several tensors."""
+class OfCheckpoint(Form):
+    """Format of a matrix that consists of several tensors of a checkpoint, one after the other."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        raise NotImplementedError
+
+    def encode(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
+        raise InvalidInput(f"{self.name} is a format of checkpoints; encode weights as int8, int4, int3 or int2")
+
+
+class Undivided(OfCheckpoint):
+    """Format whose rows do not lie apart: a matrix is read as a whole."""
+
+    @property
+    def step(self) -> int:
+        return self.rows
+
+    @property
+    def step_bytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def block_columns(self) -> int:
+        return 32
+
+
+class Parted(OfCheckpoint):
+    """Format whose tensors each lie row by row, or are of all rows."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -53,7 +81,6 @@ class Parted(Form):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each tensor."""
         return tuple(part.nbytes * (-(-self.rows // part.rows) if part.rows else 1) for part in self.parts)
 
     @property
@@ -68,9 +95,6 @@ class Parted(Form):
             else:
                 yield start, part.nbytes
             start += nbytes
-
-    def encode(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
-        raise InvalidInput(f"{self.name} is a format of checkpoints; encode weights as int8, int4, int3 or int2")
 
 
 def _e8m0(data: Tensor) -> Tensor:

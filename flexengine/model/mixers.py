@@ -45,7 +45,6 @@ STATE_ALIGN = 64  # bytes
 # Arguments of forward that are replaced, and others that have no effect without padding and gradients.
 _REPLACED = {"cache", "attention_mask", "conv_mask"}
 _HARMLESS = {"position_ids", "position_embeddings", "use_cache", "output_attentions", "cache_position"}
-
 _CACHES = {"cache", "past_key_values", "past_key_value"}  # names of a cache in forward
 
 _STATE = "they keep a state beside keys and values"

@@ -128,7 +128,7 @@ class Client:
                 if (transit := self.allocate(PARTS * PART, counted=False, transit=True)) is not None:
                     self.transit = Transit(self.transfer, self.shared[transit])
             except BaseException:
-                Client.close(self)  # the process is ended by who started it, with its last messages
+                Client.close(self)  # the connection alone: LocalWorker ends the process, and reads its last messages
                 raise
 
     @property
