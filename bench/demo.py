@@ -5,13 +5,13 @@ python -m bench.demo DIRECTORY
 transformers reads the file. Config and tokenizer are the engine's. An existing copy of the same file is reused.
 """
 
-import json
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-MARKER = "bench.json"  # written last: the file from which this copy was made
+from bench.compare.gguf_files import marks
+from bench.models import MARKER
 
 
 def plain(directory: Path) -> Path:
@@ -20,7 +20,7 @@ def plain(directory: Path) -> Path:
 
     source = resolve(None)
     file, marker = source.given[0], directory / MARKER
-    record = json.dumps([file.name, file.stat().st_size, file.stat().st_mtime_ns])
+    record = marks(file)
     if marker.exists() and marker.read_text() == record:
         return directory
     shutil.rmtree(directory, ignore_errors=True)

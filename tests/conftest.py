@@ -23,7 +23,8 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 import torch
 
 from flexengine.activity import display
-from flexengine.kernels import build
+from flexengine.kernels import build, load
+from flexengine.kernels.cpu import NativeKernels
 from tests.helpers import durations
 from tests.helpers.families import Family
 from tests.helpers.skeletons import reuse
@@ -189,6 +190,16 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def native(two_threads: None) -> NativeKernels:
+    """The kernels in C++, in two threads. Random numbers begin with seed 0."""
+    torch.manual_seed(0)
+    found = load()
+    if not isinstance(found, NativeKernels):
+        pytest.skip("no native kernels")
+    return found
 
 
 @pytest.fixture

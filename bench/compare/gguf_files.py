@@ -34,7 +34,7 @@ def of_llama(directory: Path) -> Path:
 def _made(path: Path, source: Path) -> Path:
     """Make a file in a process of its own, so that its memory is not this process's. The marks of its source are
     written beside it last."""
-    note, content = path.with_name(f"{path.name}.json"), _marks(source)
+    note, content = path.with_name(f"{path.name}.json"), marks(source)
     if path.exists() and note.exists() and note.read_text() == content:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def _made(path: Path, source: Path) -> Path:
     return path
 
 
-def _marks(source: Path) -> str:
+def marks(source: Path) -> str:
     """Return names, sizes and times of a file or directory, by which a change is noticed."""
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     return json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])

@@ -7,6 +7,14 @@ import torch
 
 _COMMON = dict(vocab_size=601, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=256)
 _GATED = dict(_COMMON, intermediate_size=112, num_key_value_heads=2, tie_word_embeddings=False)
+# Policies for four prompts: everything on the device, in RAM, on disk, and in parts.
+POLICIES: dict[str, dict[str, Any]] = {
+    "resident": dict(gpu_batch_size=4, weights=[1, 0, 0], cache=[1, 0, 0], activations=[1, 0, 0]),
+    "host": dict(gpu_batch_size=2, num_gpu_batches=2, weights=[0, 1, 0], cache=[0.5, 0.5, 0], activations=[1, 0, 0]),
+    "disk": dict(gpu_batch_size=2, num_gpu_batches=2, weights=[0, 0, 1], cache=[0, 0.5, 0.5], activations=[0, 1, 0]),
+    "half": dict(gpu_batch_size=1, num_gpu_batches=4, weights=[0.3, 0.3, 0.4], cache=[1, 0, 0], activations=[1, 0, 0],
+                 slots=1),
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", dict(_COMMON, ffn_dim=112, word_embed_proj_dim=64)),
     "opt-350m": ("OPT", dict(_COMMON, ffn_dim=112, word_embed_proj_dim=32, do_layer_norm_before=False)),

@@ -24,7 +24,7 @@ from flexengine.shell.commands.verify import verified
 from flexengine.shell.explain.formats import form_words
 from flexengine.worker import in_place
 from flexengine.worker.open_model import open_model
-from tests.helpers.families import prompts_of, reference
+from tests.helpers.families import POLICIES, prompts_of, reference
 from tests.helpers.gguf_blocks import random_blocks, special_blocks
 from tests.helpers.prepared import gguf_tensors_of
 from tests.helpers.tiny_gguf import FAMILIES, MORE, SHAPE, Q, gguf_tensors, tiny_gguf, tiny_model, write_gguf
@@ -37,13 +37,6 @@ TYPES = (
     ("attn_k", "k_proj", Q.Q8_0), ("attn_v", "v_proj", Q.Q5_1), ("ffn_gate", "gate_proj", Q.Q4_1),
     ("ffn_up", "up_proj", Q.Q4_1), ("token_embd", "embed_tokens", Q.Q8_0), ("", "", Q.Q5_0),
 )  # fmt: skip
-POLICIES = {
-    "resident": dict(gpu_batch_size=4, weights=[1, 0, 0], cache=[1, 0, 0], activations=[1, 0, 0]),
-    "host": dict(gpu_batch_size=2, num_gpu_batches=2, weights=[0, 1, 0], cache=[0.5, 0.5, 0], activations=[1, 0, 0]),
-    "disk": dict(gpu_batch_size=2, num_gpu_batches=2, weights=[0, 0, 1], cache=[0, 0.5, 0.5], activations=[0, 1, 0]),
-    "half": dict(gpu_batch_size=1, num_gpu_batches=4, weights=[0.3, 0.3, 0.4], cache=[1, 0, 0], activations=[1, 0, 0],
-                 slots=1),
-}  # fmt: skip
 
 
 def kind_of(name):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flexengine.kernels import load
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.experts import ExpertGate, ExpertMemory
 from flexengine.model import experts, gates
@@ -26,6 +25,7 @@ SIZES = {
     "hidden_activation": "gelu_pytorch_tanh", "mlp_hidden_act": "relu2", "moe_latent_size": None,
     "swiglu_alpha": 1.702, "swiglu_limit": 1.5, "alpha": 1.702, "limit": 1.5,
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("native")
 # By class: what the probes find between the products.
 KNOWN = {
     "mixtral.modeling_mixtral:MixtralExperts": ExpertGate("sigmoid"),
@@ -36,15 +36,6 @@ KNOWN = {
     "aria.modeling_aria:AriaExperts": ExpertGate("sigmoid"),
     "nemotron_h.modeling_nemotron_h:NemotronHExperts": ExpertGate("relu squared", gated=False),
 }
-
-
-@pytest.fixture(autouse=True)
-def native(two_threads: None) -> NativeKernels:
-    torch.manual_seed(0)
-    found = load()
-    if not isinstance(found, NativeKernels):
-        pytest.skip("no native kernels")
-    return found
 
 
 def made(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:

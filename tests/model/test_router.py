@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flexengine.kernels import load
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.experts import Routing
 from flexengine.model import experts
@@ -22,6 +21,7 @@ SIZES = {
     "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "n_shared_experts": 1, "router_jitter_noise": 0.0,
     "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("native")
 KNOWN = {
     ("qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock", True): Routing("softmax", TOP, True),
     ("qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock", False): Routing("softmax", TOP),
@@ -49,15 +49,6 @@ def made(name: str, normalised: bool) -> Any:
             module.config = SimpleNamespace(_experts_implementation=experts.EXPERTS)
     use_product(block, Product(torch.float32))
     return block.eval()
-
-
-@pytest.fixture(autouse=True)
-def native(two_threads: None) -> NativeKernels:
-    torch.manual_seed(0)
-    found = load()
-    if not isinstance(found, NativeKernels):
-        pytest.skip("no native kernels")
-    return found
 
 
 @pytest.mark.parametrize(("name", "normalised"), KNOWN)

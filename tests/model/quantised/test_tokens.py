@@ -18,7 +18,7 @@ from flexengine.shell.doctor.probe import model_facts
 from flexengine.shell.explain.formats import form_words
 from flexengine.worker.open_model import open_model
 from tests.helpers.chained import chained
-from tests.helpers.families import FAMILIES, make_checkpoint, prompts_of, reference
+from tests.helpers.families import FAMILIES, POLICIES, make_checkpoint, prompts_of, reference
 from tests.helpers.forked import Forked
 from tests.helpers.pages import ROOT
 from tests.helpers.quantised import (
@@ -39,13 +39,6 @@ from tests.helpers.quantised import (
 
 pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.slow]
 PROMPTS, NEW = prompts_of(601, (5, 17, 1, 9)), 6
-POLICIES = {
-    "resident": dict(gpu_batch_size=4, weights=[1, 0, 0], cache=[1, 0, 0], activations=[1, 0, 0]),
-    "host": dict(gpu_batch_size=2, num_gpu_batches=2, weights=[0, 1, 0], cache=[0.5, 0.5, 0], activations=[1, 0, 0]),
-    "disk": dict(gpu_batch_size=2, num_gpu_batches=2, weights=[0, 0, 1], cache=[0, 0.5, 0.5], activations=[0, 1, 0]),
-    "half": dict(gpu_batch_size=1, num_gpu_batches=4, weights=[0.3, 0.3, 0.4], cache=[1, 0, 0], activations=[1, 0, 0],
-                 slots=1),
-}  # fmt: skip
 CT = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
 
 
