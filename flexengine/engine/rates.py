@@ -130,7 +130,8 @@ class RateStore:
 
 def of_kernels(hardware: Hardware) -> Hardware:
     """Return the rates without those of single models, so that all formats are predicted by the same rates."""
-    return replace(hardware, layers={}, fused={}, heads={}, attention={}, blocks={}, quick=(), corrected={})
+    none: dict[str, Any] = {key: {} for key in (*store.OWN, "corrected")}
+    return replace(hardware, quick=(), **none)
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:

@@ -8,7 +8,7 @@ import torch
 
 from flexengine.errors import OutOfMemory
 from flexengine.measure.attention import AttentionTrial
-from flexengine.measure.model import PassTrial, random_weights, working_memory
+from flexengine.measure.model import PassTrial, random_weights, reorder, working_memory
 from flexengine.measure.timing import room, unnoticed, without_falls
 from flexengine.model.forward import Head, Layer
 from flexengine.plan.hardware import Table
@@ -25,13 +25,14 @@ def measure_fused(opened: OpenModel, machine: Machine, bound: int | None = None)
     """Return `Hardware.fused` of the model, in about half a second; {} if modules compute layers, or memory is short.
 
     Args:
-        bound: number of first layers that have weights. None binds random weights to the modules, which afterwards
-            have their previous parameters.
+        bound: number of first layers that have weights, in the order of weights that stay in memory. None binds random
+            weights to the modules, which afterwards have their previous parameters.
     """
     facts, points = opened.facts, list[tuple[float, float]]()
     names = [facts.signature(j) for j in range(len(facts.layers))]
     if bound is None:
         with unnoticed(machine), random_weights(opened.skeleton, names, opened.held, machine) as n:
+            reorder(opened.skeleton, n, machine)
             return measure_fused(opened, machine, n)
     attention = AttentionTrial(facts, machine, opened.dtype)
     for sequences in SEQUENCES if bound and facts.joins else ():

@@ -97,7 +97,7 @@ def _computing(machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
 def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict[str, Mapping[str, Any]]:
     """Return the model's own rates that `hardware` lacks, by field of `Hardware` and name."""
     facts, name = opened.facts, opened.facts.signature(0)
-    fields = ("layers", "fused", "heads", "streaming", "attention", "delegation", "blocks")
+    fields = ("layers", "resident", "fused", "heads", "streaming", "attention", "delegation", "blocks")
     found: dict[str, dict[str, Any]] = {field: {} for field in fields}
     if not knows_products(hardware, facts):
         with measuring("this model's layers", "model", "10 s"):
@@ -122,11 +122,11 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
 
 
 def measure_layers(opened: OpenModel, machine: Machine, quick: bool = False) -> dict[str, Any]:
-    """Return `Hardware.layers`, `heads` and `fused` of the model, which share random weights."""
+    """Return `Hardware.layers`, `resident`, `heads` and `fused` of the model, which share random weights."""
     fused = dict[str, Any]()
-    layers, heads = measure_model(opened.skeleton, opened.facts, opened.held, machine, quick=quick,
-                                  also=lambda bound: fused.update(measure_fused(opened, machine, bound)))  # fmt: skip
-    return {"layers": layers, "heads": heads, "fused": fused}
+    found: dict[str, Any] = measure_model(opened.skeleton, opened.facts, opened.held, machine, quick=quick,
+                                          also=lambda n: fused.update(measure_fused(opened, machine, n)))  # fmt: skip
+    return found | {"fused": fused}
 
 
 def measure_quickly(

@@ -27,6 +27,7 @@ from flexengine.plan.sizes import aligned, workspace
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.tier.machine import Machine
+from flexengine.worker.resident import pack_resident
 
 # Tokens of a gpu_batch, the most important ones first. Seconds are interpolated between them. The first NEEDED are
 # always measured, the others if there is time. torch's products are up to a third faster if the number of tokens is a
@@ -34,8 +35,10 @@ from flexengine.tier.machine import Machine
 TOKENS, NEEDED = (64, 1, 256, 20, 512, 16, 4, 40, 2048, 128, 32, 8), 2
 ROWS = (1, 8, 16, 64)  # of logits
 UNCACHED = 100 << 20  # bytes of layers, so that the CPU's caches hold no layer when it is computed again
-LAYER_SECONDS, HEAD_SECONDS = 8.0, 0.4  # for layers with all numbers of tokens; for each size of the head
-QUICK = ((64, 1, 256, 16, 512, 8), 0.7, 0.05)  # the same three for a quick measurement
+# for layers with all numbers of tokens, for each order of their weights; for each size of the head
+LAYER_SECONDS, HEAD_SECONDS = 5.0, 0.4
+QUICK = ((64, 1, 256, 16, 512, 8), 0.5, 0.05)  # the same three for a quick measurement
+ORDER = ("packed", "apart")  # what modules note of the order of their weights (worker/resident.py, in_place.py)
 PASSES = 12  # maximum for each number of tokens
 START = ""  # key for the part of a pass before its first layer
 
@@ -48,31 +51,42 @@ def measure_model(
     most_tokens: int = 2048,
     quick: bool = False,
     also: Callable[[int], None] = lambda bound: None,
-) -> tuple[dict[str, Table], dict[str, Table]]:
-    """Return tables as in `Hardware.layers` and `Hardware.heads`: seconds of a layer by tokens, without its attention,
-    and seconds of logits and greedy tokens by rows, including the part of a pass before its first layer. Entries that
-    do not fit in memory or in the time are missing. Takes about ten seconds, or one if `quick`. Afterwards the modules
-    have their previous parameters. held: dtype of each parameter on the device. most_tokens: of a gpu_batch. also:
-    called with the number of first layers that have random weights, while these are bound."""
+) -> dict[str, dict[str, Table]]:
+    """Return `Hardware.layers`, `resident` and `heads`: seconds of a layer by tokens, without its attention, with
+    weights in either order, and seconds of logits and greedy tokens by rows, including the part of a pass before its
+    first layer. Entries that do not fit in memory or in the time are missing. Takes about ten seconds, or one if
+    `quick`. Afterwards the modules have their previous parameters. held: dtype of each parameter on the device.
+    most_tokens: of a gpu_batch. also: called with the number of first layers that have random weights, while these are
+    bound, in the order of weights that stay in memory."""
     among, layer_seconds, head_seconds = QUICK if quick else (TOKENS, LAYER_SECONDS, HEAD_SECONDS)
     with torch.no_grad():
         names = [facts.signature(j) for j in range(len(facts.layers))]
+        found: dict[str, dict[str, Table]] = {"layers": {}, "resident": {}, "heads": {}}
+        start = 0.0  # seconds of a one-token pass before its first layer
         with unnoticed(machine), random_weights(skeleton, names, held, machine) as bound:
             tokens = fitting(facts, machine, [n for n in among if n <= most_tokens])
-            with working_memory(facts, machine, tokens):
-                times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds) if bound else {}
+            for field in ("layers", "resident") if bound else ():
+                if field == "resident" and not reorder(skeleton, bound, machine):
+                    break
+                with working_memory(facts, machine, tokens):
+                    times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds)
+                found[field], start = _tables(times), times.get(1, {}).get(START, start)
             release(skeleton.model)  # else activations stay beside the memory of what is measured next
             also(bound)
-        layers: dict[str, Table] = {}
-        for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
-            points = [(float(n), times[n][name]) for n in sorted(times) if name in times[n]]
-            numbers, seconds = zip(*points, strict=True)
-            layers[name] = tuple(zip(numbers, without_falls(seconds), strict=True))
-        start = times.get(1, {}).get(START, 0.0)  # of a one-token pass, before its first layer
-        if facts.output is None:
-            return layers, {}
-        with unnoticed(machine):
-            return layers, {facts.head_signature: _head(skeleton, held, machine, start, head_seconds)}
+        if facts.output is not None:
+            with unnoticed(machine):
+                found["heads"] = {facts.head_signature: _head(skeleton, held, machine, start, head_seconds)}
+        return found
+
+
+def _tables(times: Mapping[int, Mapping[str, float]]) -> dict[str, Table]:
+    """Return by signature the table of what `time_layers` has found."""
+    tables: dict[str, Table] = {}
+    for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
+        points = [(float(n), times[n][name]) for n in sorted(times) if name in times[n]]
+        numbers, seconds = zip(*points, strict=True)
+        tables[name] = tuple(zip(numbers, without_falls(seconds), strict=True))
+    return tables
 
 
 def fitting(facts: ModelFacts, machine: Machine, numbers: Sequence[int]) -> list[int]:
@@ -233,6 +247,8 @@ def random_weights(
     """
     slots = [slot for group in (*skeleton.layers, skeleton.others) for slot in group.values()]
     before = [(slot.holder, slot.name, slot.holder[slot.name]) for slot in slots]
+    modules = {id(slot.module): slot.module.__dict__ for slot in slots}.values()
+    orders = [(own, {key: own.pop(key) for key in ORDER if key in own}) for own in modules]
     with Borrowed(machine) as regions:
         try:
             for buffers in (module._buffers for module in skeleton.model.modules()):
@@ -244,7 +260,28 @@ def random_weights(
         finally:
             for holder, name, tensor in before:
                 holder[name] = tensor
+            for own, order in orders:
+                for key in ORDER:
+                    own.pop(key, None)
+                own |= order
             release(skeleton.model)
+
+
+def reorder(skeleton: Skeleton, count: int, machine: Machine) -> bool:
+    """Change the order of the weights of the first `count` layers, as jobs do with weights that stay in memory. Return
+    whether kernels have such an order for one of them."""
+    if machine.compute.type != "cpu" or skeleton.product.dtype != torch.float32:
+        return False
+    first = dict[int, ParamRef]()  # by address of a weight, the first parameter that has it
+    for name, param in (item for layer in skeleton.layers[:count] for item in layer.items()):
+        if name in skeleton.forms:
+            continue
+        weight = param.holder[param.name]
+        if (other := first.setdefault(weight.data_ptr(), param)) is param:
+            pack_resident(param, weight)
+        elif ORDER[0] in other.module.__dict__:
+            param.module.__dict__[ORDER[0]] = other.module.__dict__[ORDER[0]]
+    return any(param.module.__dict__.get(ORDER[0]) for param in first.values())
 
 
 def _give(

@@ -36,9 +36,11 @@ from flexengine.worker.open_model import OpenModel
 # fields of `Hardware` that hold for all machines that compute with one CPU
 COMPUTING = (
     *("products", "prompt_attention", "decode_attention", "elementwise", "vector_flops", "cell_seconds"),
-    *("task_seconds", "sweep_seconds", "sequence_seconds", "layers", "fused", "heads", "attention", "quick"),
+    *("task_seconds", "sweep_seconds", "sequence_seconds", "layers", "resident", "fused", "heads", "attention"),
+    "quick",
 )
-OWN = ("layers", "fused", "heads", "attention", "blocks")  # fields of `Hardware` with tables of models, by signature
+# fields of `Hardware` with tables of models, by signature
+OWN = ("layers", "resident", "fused", "heads", "attention", "blocks")
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 
 

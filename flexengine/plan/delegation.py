@@ -281,7 +281,7 @@ def _hidden(data: Sweeping, attended: Array) -> Array:
         return np.zeros(data.sweeps.times.shape)
     layers = range(len(model.layers))
     share = sum(keys_share(model, j) for j in layers) / len(layers)
-    computed = share * data.rates.stack(data.sweeps.decoding) * data.sweeps.counted
+    computed = share * data.rates.stack(data.sweeps.decoding, policy.weights[0]) * data.sweeps.counted
     return np.minimum(np.asarray(computed), attended)
 
 

@@ -191,8 +191,10 @@ class Hardware:
         sweep_seconds, sequence_seconds: bookkeeping of a sweep, and of one sequence in a sweep.
         crosstalk: by lane and other lane, seconds that one busy second of the other lane adds to the lane.
         layers: by `ModelFacts.signature`, (tokens of a gpu_batch, seconds) of one layer without its attention.
+        resident: the same for weights that stay in memory, whose order a CPU's kernels change. Neither it nor `fused`
+            is lengthened as in `corrected`.
         fused: by `ModelFacts.fused_signature`, (sequences, seconds) of one layer with its attention, which has almost
-            nothing to read, if one call of kernels computes several layers; not lengthened as in `corrected`.
+            nothing to read, if one call of kernels computes several layers, with weights that stay in memory.
         heads: by `ModelFacts.head_signature`, (rows, seconds) of logits and tokens.
         blocks: by `NeuronFacts.signature`, measured tables of records of neurons, in bytes of records per second. read:
             (records per call), scattered. some: (tokens), naming and computing records in memory. all: (tokens),
@@ -253,6 +255,7 @@ class Hardware:
     sequence_seconds: IfKnown = 0.0
     crosstalk: Mapping[str, Mapping[str, _Slowed]] = field(default_factory=dict)
     layers: Mapping[str, _Points] = field(default_factory=dict)
+    resident: Mapping[str, _Points] = field(default_factory=dict)
     fused: Mapping[str, _Points] = field(default_factory=dict)
     heads: Mapping[str, _Points] = field(default_factory=dict)
     attention: Mapping[str, Mapping[str, _Points]] = field(default_factory=dict)

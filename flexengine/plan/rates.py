@@ -162,9 +162,18 @@ class Rates:
         table = hardware.heads.get(model.head_signature) or _head(model, hardware, model.output)
         return Rates(model, hardware, layers, Curve(table))
 
-    def stack(self, tokens: Array | float) -> Array:
-        """Return the seconds of all layers of a gpu_batch, without attention. tokens: of the gpu_batch."""
-        return np.asarray(sum(times * curve(tokens) for curve, times in self.layers.values()))
+    def stack(self, tokens: Array | float, resident: float = 0.0) -> Array:
+        """Return the seconds of all layers of a gpu_batch, without attention. tokens: of the gpu_batch. resident: share
+        of the weights that stay on the device."""
+        rows, ways = np.asarray(tokens, dtype=float), ((resident, self.resident), (1 - resident, self.layers))
+        return np.asarray(sum(w * n * curve(rows) for w, by in ways if w for curve, n in by.values()))
+
+    @cached_property
+    def resident(self) -> dict[str, tuple[Curve, int]]:
+        """Return `layers` for weights that stay on the device (`Hardware.resident`)."""
+        known = self.hardware.resident
+        own = {name: Curve(_corrected(self.hardware, name, known[name])) for name in known.keys() & self.layers.keys()}
+        return {name: (own.get(name, curve), times) for name, (curve, times) in self.layers.items()}
 
     def one_layer(self, layer: int, tokens: float) -> float:
         """Return the seconds of one layer of a gpu_batch, without attention. tokens: of the gpu_batch."""
@@ -196,7 +205,7 @@ class Rates:
         cache. No call takes longer than its parts: other programs slowed such a measurement. Beyond the measured
         sequences as much time is saved as at the most of them."""
         call, found = self.calls / max(1, len(self.model.layers)), list[tuple[Curve, int]]()
-        for name, (curve, times) in self.layers.items():
+        for name, (curve, times) in self.resident.items():
             points = [(n, min(seconds, curve.one(n) + call)) for n, seconds in self.fused_table(name)]
             if not points:
                 return []

@@ -18,7 +18,7 @@ prompts        A gpu_batch of prompts computes longer than those that decode, an
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class PromptBatches:
 
     prompt: float  # tokens of a prompt
     batch: float  # tokens of a gpu_batch
-    token_seconds: float  # seconds of all layers per token
+    token_seconds: tuple[float, float]  # seconds of all layers per token: of streamed weights, of resident ones
     token_batches: float  # gpu_batches per token
     past: float  # tokens cached before a piece that is not a prompt's first
 
@@ -87,9 +87,13 @@ class PromptBatches:
         batches = form_batches(pieces, policy.gpu_batch_size, max_tokens)
         tokens = np.array([sum(p.count for p in batch) for batch in batches], dtype=float)
         total = tokens.sum()
-        seconds = float(rates.stack(tokens).sum() / total)
+        streamed, resident = (float(rates.stack(tokens, share).sum() / total) for share in (0.0, 1.0))
         past = float(np.mean(spared)) or PAST_SHARE * prompt
-        return PromptBatches(max(1e-9, prompt), float(tokens.mean()), seconds, len(batches) / total, past)
+        return PromptBatches(max(1e-9, prompt), float(tokens.mean()), (streamed, resident), len(batches) / total, past)
+
+    def seconds(self, resident: float) -> float:
+        """Return the seconds of all layers per token. resident: share of the weights that stay on the device."""
+        return (1 - resident) * self.token_seconds[0] + resident * self.token_seconds[1]
 
 
 def formed(
@@ -120,13 +124,13 @@ def parts(
     units = len(rates.model.layers) + (chunks if policy.weights[0] < 1 else 1)
     whole = policy.weights[0] == policy.cache[0] == policy.activations[0] == 1
     fused = whole and bool(rates.joined)  # as `worker.weights.JoinedLayers` joins them
-    stack, calls = (rates.fused, 0.0) if fused else (rates.stack, rates.calls)
+    stack, calls = (rates.fused, 0.0) if fused else (partial(rates.stack, resident=policy.weights[0]), rates.calls)
     full_layers, full_head = float(stack(g)), float(rates.head(g))
     prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
     layers = head = cells = called = np.zeros(sweeps.times.shape)
     for home, share in ((home, share) for home, share in split.items() if share > 0):
         full, rest, joined, apart = formed(policy, sweeps, prompts, home, share)
-        layers = layers + full * full_layers + stack(rest + joined) + apart * prompts.token_seconds
+        layers = layers + full * full_layers + stack(rest + joined) + apart * prompts.seconds(policy.weights[0])
         head = head + full * full_head + rates.head(rest + joined / prompts.prompt)
         head = head + apart * prompts.token_batches * prompt_head
         decoding, prompting = full + (rest > 0), apart * prompts.token_batches
@@ -215,7 +219,8 @@ def waits_for_prompts(
         full, rest, joined, apart = formed(policy, sweeps, prompts, home, share)
         decoding = decoding + full + (rest > 0)
         prompting = prompting + (apart + joined) * prompts.token_batches
-        seconds = seconds + apart * prompts.token_seconds + rates.stack(rest + joined) - rates.stack(rest)
+        more = rates.stack(rest + joined, policy.weights[0]) - rates.stack(rest, policy.weights[0])
+        seconds = seconds + apart * prompts.seconds(policy.weights[0]) + more
         away += share if home != DEVICE and policy.attends(home) == DEVICE else 0.0
     ahead = num_buffers(policy.slots) / np.maximum(away * decoding, 1e-9)  # share of the gpu_batches
     limits = np.where((ahead < 1) & (prompting > 0), 1.0, 0.0)

@@ -58,7 +58,8 @@ def layer_period(order: str, engines: int, batches: int, slice_seconds: float, p
 def periods(model: ModelFacts, hardware: Hardware, policy: Policy, pool: float, away: float) -> dict[str, float]:
     """Return `layer_period` of a policy by order. pool, away: as there."""
     crowd = 1.0 if hardware.gpu else float(hardware.engines)
-    slice_seconds = crowd * float(Rates.of(model, hardware).stack(policy.gpu_batch_size)) / len(model.layers)
+    seconds = float(Rates.of(model, hardware).stack(policy.gpu_batch_size, policy.weights[0]))
+    slice_seconds = crowd * seconds / len(model.layers)
     given = hardware.engines, in_flight(policy, hardware), slice_seconds, pool, away
     return {order: layer_period(order, *given) for order in ORDERS}
 
@@ -73,13 +74,13 @@ def terms(data: Sweeping, prompts: PromptBatches, split: Mapping[str, float]) ->
     shares = engine_shares(hardware.engines, layers, policy.order, batches)
     work: Array = np.zeros(sweeps.times.shape)
     turn: Array = np.zeros(sweeps.times.shape)
-    full_layers = float(rates.stack(policy.gpu_batch_size))
+    full_layers = float(rates.stack(policy.gpu_batch_size, policy.weights[0]))
     handing = (1 - shares[0]) * MESSAGES * hardware.worker_seconds * layers
     for home, place in policy.attended(hardware.places).items():
         if not (share := split.get(home, 0.0)):
             continue
         full, rest, _, _ = formed(policy, sweeps, prompts, home, share)
-        seconds, number = full * full_layers + rates.stack(rest), full + (rest > 0)
+        seconds, number = full * full_layers + rates.stack(rest, policy.weights[0]), full + (rest > 0)
         work = work + seconds
         attended = decode_attention(rates, sweeps, policy.attended_by(place)) * sweeps.counted
         away = share * (attended + _moving(data, place))

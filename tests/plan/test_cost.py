@@ -182,6 +182,23 @@ def test_layers_of_one_call_are_faster_where_all_is_on_the_device(away: str | No
     assert apart.busy["device"] - fused.busy["device"] == pytest.approx(saved, rel=1e-6)
 
 
+@pytest.mark.parametrize("resident", [0.0, 0.25, 1.0])
+def test_layers_are_priced_in_the_order_that_their_weights_have(resident: float) -> None:
+    """By `Hardware.resident`, here half of the seconds, for the share of the weights that stay on the device."""
+    model, work = opt(8, 2048, 32), Workload({(100, 12): 40})
+    policy = Policy(10, 2, weights=(resident, 0.0, 1 - resident), prefill_tokens=500)
+    name, layout = model.signature(0), lay_out(model, policy, work, FLAT.capacity)
+    known = replace(FLAT, layers={name: ((1, 1e-3), (1000, 1.0))})
+    plain, free, kept = (
+        Cost(model, replace(known, **tables), work).predict(layout).busy["device"]
+        for tables in ({}, {"layers": {name: ((1, 1e-12),)}}, {"resident": {name: ((1, 5e-4), (1000, 0.5))}})
+    )
+    assert kept == pytest.approx(plain - resident * (plain - free) / 2, rel=1e-6)
+    corrected = replace(known, corrected={name: 3.0}, resident={name: ((1, 1e-3), (1000, 1.0))})
+    tables = [Rates.of(model, hardware).stack(7, resident=1.0) for hardware in (known, corrected)]
+    assert tables[1] == pytest.approx(3 * tables[0])
+
+
 def test_layers_of_one_call_are_priced_with_the_cache_that_was_measured() -> None:
     """Not with other formats, which are then not known, and never with one whose attention is computed apart."""
     model = opt(7, 2048, 32)

@@ -173,7 +173,7 @@ def faster_device(hardware: Hardware) -> Hardware:
         decode_attention=attention["decode"], attention=measured, vector_flops=2 * hardware.vector_flops,
         elementwise=2 * hardware.elementwise, cell_seconds=hardware.cell_seconds / 2,
         layers=_times(0.5, hardware.layers), heads=_times(0.5, hardware.heads),
-        fused=_times(0.5, hardware.fused),
+        resident=_times(0.5, hardware.resident), fused=_times(0.5, hardware.fused),
         blocks={key: _times(2, tables, "some", "all") for key, tables in hardware.blocks.items()},
     )  # fmt: skip
 
@@ -210,12 +210,15 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
     timed = Rates.of(_coded(model), hardware) if "int4" in hardware.products else rates
     first = {model.signature(j): j for j in reversed(range(len(model.layers)))}
     layers = {other.signature(j): tuple((x, timed.one_layer(j, x)) for x in _TOKENS) for j in first.values()}
+    kept = {j: timed.resident[timed.model.signature(j)][0] for j in first.values()}
+    resident = {other.signature(j): tuple((x, curve.one(x)) for x in _TOKENS) for j, curve in kept.items()}
     tables = {other.fused_signature(other.signature(j)): rates.fused_table(name) for name, j in first.items()}
     heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)} if other.output else {}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
         hardware,
         layers={**hardware.layers, **layers},
+        resident={**hardware.resident, **resident},
         heads={**hardware.heads, **heads},
         fused={**hardware.fused, **{name: table for name, table in tables.items() if table}},
         streaming={**hardware.streaming, **streaming},
