@@ -175,9 +175,9 @@ class Rates:
         own = {name: Curve(_corrected(self.hardware, name, known[name])) for name in known.keys() & self.layers.keys()}
         return {name: (own.get(name, curve), times) for name, (curve, times) in self.layers.items()}
 
-    def one_layer(self, layer: int, tokens: float) -> float:
-        """Return the seconds of one layer of a gpu_batch, without attention. tokens: of the gpu_batch."""
-        return self.layers[self.model.signature(layer)][0].one(tokens)
+    def one_layer(self, layer: int, tokens: float, resident: bool = False) -> float:
+        """Return the seconds of one layer, as `stack`. resident: whether its weights stay on the device."""
+        return (self.resident if resident else self.layers)[self.model.signature(layer)][0].one(tokens)
 
     @cached_property
     def attention(self) -> dict[int | None, Attention]:

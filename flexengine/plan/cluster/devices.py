@@ -186,14 +186,14 @@ class MachineRates(Latency):
         step = batch * state_seconds(facts, self.hardware) if decodes else 0.0
         if window == NO_ATTENTION:
             rows = batch * (tokens if phase == PREFILL else 1)
-            return rates.one_layer(layer, rows) + step + self.hardware.task_seconds
+            return rates.one_layer(layer, rows, True) + step + self.hardware.task_seconds
         attention = rates.attention[window]
         seen, overhead = min(tokens, window) if window else tokens, attention.call + self.hardware.task_seconds
         if phase == PREFILL:
             pairs = tokens * (tokens + 1) / 2 - (tokens - seen) * (tokens - seen + 1) / 2
             attending = float(attention.prompt(batch * pairs, tokens))
-            return rates.one_layer(layer, batch * tokens) + attending + overhead
-        return rates.one_layer(layer, batch) + step + float(attention.decode(batch * seen, seen)) + overhead
+            return rates.one_layer(layer, batch * tokens, True) + attending + overhead
+        return rates.one_layer(layer, batch, True) + step + float(attention.decode(batch * seen, seen)) + overhead
 
     def head(self, model: Model, rows: int) -> float:
         return float(self._of(model, None).head(rows)) + self.hardware.task_seconds

@@ -209,16 +209,17 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
     rates = Rates.of(model, hardware)
     timed = Rates.of(_coded(model), hardware) if "int4" in hardware.products else rates
     first = {model.signature(j): j for j in reversed(range(len(model.layers)))}
-    layers = {other.signature(j): tuple((x, timed.one_layer(j, x)) for x in _TOKENS) for j in first.values()}
-    kept = {j: timed.resident[timed.model.signature(j)][0] for j in first.values()}
-    resident = {other.signature(j): tuple((x, curve.one(x)) for x in _TOKENS) for j, curve in kept.items()}
+    layers, kept = (
+        {other.signature(j): tuple((x, timed.one_layer(j, x, resident)) for x in _TOKENS) for j in first.values()}
+        for resident in (False, True)
+    )
     tables = {other.fused_signature(other.signature(j)): rates.fused_table(name) for name, j in first.items()}
     heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)} if other.output else {}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
         hardware,
         layers={**hardware.layers, **layers},
-        resident={**hardware.resident, **resident},
+        resident={**hardware.resident, **kept},
         heads={**hardware.heads, **heads},
         fused={**hardware.fused, **{name: table for name, table in tables.items() if table}},
         streaming={**hardware.streaming, **streaming},
