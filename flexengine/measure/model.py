@@ -35,9 +35,8 @@ from flexengine.worker.resident import pack_resident
 TOKENS, NEEDED = (64, 1, 256, 20, 512, 16, 4, 40, 2048, 128, 32, 8), 2
 ROWS = (1, 8, 16, 64)  # of logits
 UNCACHED = 100 << 20  # bytes of layers, so that the CPU's caches hold no layer when it is computed again
-# for layers with all numbers of tokens, for each order of their weights; for each size of the head
-LAYER_SECONDS, HEAD_SECONDS = 5.0, 0.4
-QUICK = ((64, 1, 256, 16, 512, 8), 0.5, 0.05)  # the same three for a quick measurement
+LAYER_SECONDS, HEAD_SECONDS = 8.0, 0.4  # for layers with all numbers of tokens; for each size of the head
+QUICK = ((64, 1, 256, 16, 512, 8), 0.8, 0.05)  # the same three for a quick measurement
 ORDER = ("packed", "apart")  # what modules note of the order of their weights (worker/resident.py, in_place.py)
 PASSES = 12  # maximum for each number of tokens
 START = ""  # key for the part of a pass before its first layer
@@ -65,11 +64,12 @@ def measure_model(
         start = 0.0  # seconds of a one-token pass before its first layer
         with unnoticed(machine), random_weights(skeleton, names, held, machine) as bound:
             tokens = fitting(facts, machine, [n for n in among if n <= most_tokens])
-            for field in ("layers", "resident") if bound else ():
-                if field == "resident" and not reorder(skeleton, bound, machine):
-                    break
+            fields = ("layers", "resident") if reorders(skeleton, machine) else ("layers",)
+            for field in fields if bound else ():
+                if field == "resident":
+                    reorder(skeleton, bound, machine)
                 with working_memory(facts, machine, tokens):
-                    times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds)
+                    times = time_layers(skeleton, names[:bound], machine, tokens, layer_seconds / len(fields))
                 found[field], start = _tables(times), times.get(1, {}).get(START, start)
             release(skeleton.model)  # else activations stay beside the memory of what is measured next
             also(bound)
@@ -267,11 +267,17 @@ def random_weights(
             release(skeleton.model)
 
 
-def reorder(skeleton: Skeleton, count: int, machine: Machine) -> bool:
-    """Change the order of the weights of the first `count` layers, as jobs do with weights that stay in memory. Return
-    whether kernels have such an order for one of them."""
-    if machine.compute.type != "cpu" or skeleton.product.dtype != torch.float32:
-        return False
+def reorders(skeleton: Skeleton, machine: Machine) -> bool:
+    """Return whether jobs may change the order of weights that stay in memory (`Weights.load_resident`)."""
+    computing = machine.compute.type == "cpu" and skeleton.product.dtype == torch.float32
+    matrices = (name for layer in skeleton.layers for name, param in layer.items() if param.matrix)
+    return computing and any(name not in skeleton.forms for name in matrices)
+
+
+def reorder(skeleton: Skeleton, count: int, machine: Machine) -> None:
+    """Change the order of the weights of the first `count` layers, as jobs do with weights that stay in memory."""
+    if not reorders(skeleton, machine):
+        return
     first = dict[int, ParamRef]()  # by address of a weight, the first parameter that has it
     for name, param in (item for layer in skeleton.layers[:count] for item in layer.items()):
         if name in skeleton.forms:
@@ -281,7 +287,6 @@ def reorder(skeleton: Skeleton, count: int, machine: Machine) -> bool:
             pack_resident(param, weight)
         elif ORDER[0] in other.module.__dict__:
             param.module.__dict__[ORDER[0]] = other.module.__dict__[ORDER[0]]
-    return any(param.module.__dict__.get(ORDER[0]) for param in first.values())
 
 
 def _give(

@@ -41,6 +41,7 @@ COMPUTING = (
 )
 # fields of `Hardware` with tables of models, by signature
 OWN = ("layers", "resident", "fused", "heads", "attention", "blocks")
+RATES = 2  # changes when stored rates mean something else
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 
 
@@ -265,7 +266,7 @@ def fingerprint(machine: Machine) -> str:
 def _computing(machine: Machine) -> list[str]:
     """Return all properties that rates of computing depend on; a CPU's are equal for devices cpu and sim."""
     parts = [
-        __version__, torch.__version__, version("transformers"), cpu_type(), os.cpu_count(),
+        RATES, __version__, torch.__version__, version("transformers"), cpu_type(), os.cpu_count(),
         len(os.sched_getaffinity(0)), torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine),
         machine.lanes, numerics(machine.compute), available.load().name,
     ]  # fmt: skip

@@ -191,8 +191,8 @@ class Hardware:
         sweep_seconds, sequence_seconds: bookkeeping of a sweep, and of one sequence in a sweep.
         crosstalk: by lane and other lane, seconds that one busy second of the other lane adds to the lane.
         layers: by `ModelFacts.signature`, (tokens of a gpu_batch, seconds) of one layer without its attention.
-        resident: the same for weights that stay in memory, whose order a CPU's kernels change. Neither it nor `fused`
-            is lengthened as in `corrected`.
+        resident: the same for weights that stay in memory, whose order a CPU's kernels change. Numbers in it and in
+            `fused` are as measured; `corrected` lengthens them in use.
         fused: by `ModelFacts.fused_signature`, (sequences, seconds) of one layer with its attention, which has almost
             nothing to read, if one call of kernels computes several layers, with weights that stay in memory.
         heads: by `ModelFacts.head_signature`, (rows, seconds) of logits and tokens.
@@ -225,8 +225,8 @@ class Hardware:
         measured: False for rates that were not measured, or only some of them, briefly.
         assumed: True if rates that were not measured are round numbers of no machine (`plan.rates.assumed`). The
             planner then puts no KV cache on a disk while memory can hold it, and delegates no attention.
-        quick: signatures (keys of `layers`, `fused`, `heads` and `attention`) of models measured briefly. Those that
-            are missing there did not fit in memory.
+        quick: signatures (keys of `layers`, `resident`, `fused`, `heads` and `attention`) of models measured briefly.
+            Those that are missing there did not fit in memory.
         prices: by place, its price in any unit of money, also per time. Places without one cost nothing.
         corrected: by lane, or signature of a layer or head, factor by which jobs have lengthened the measured seconds.
         more_disks: bytes that may be used of each further offload directory, in order; None for no limit.

@@ -224,6 +224,7 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
         fused={**hardware.fused, **{name: table for name, table in tables.items() if table}},
         streaming={**hardware.streaming, **streaming},
         delegation={**hardware.delegation, other.signature(0): rates.delegated},
+        corrected={name: by for name, by in hardware.corrected.items() if name not in layers},  # they are in the tables
     )
 
 

@@ -215,6 +215,17 @@ def test_four_bits_take_9_of_32_of_the_bytes_and_the_same_time() -> None:
         assert float(after.head(tokens)) == pytest.approx(float(before.head(tokens)), rel=1e-6)
 
 
+def test_corrections_are_not_applied_twice() -> None:
+    """Layers that keep their form have the same seconds, in every order of their weights."""
+    facts = model()
+    name, table = facts.signature(0), ((1.0, 1e-3), (1000.0, 0.1))
+    tables: dict[str, Any] = {"layers": {name: table}, "resident": {name: table}}
+    known = replace(GPU, corrected={name: 3.0}, **tables)
+    before, after = Rates.of(facts, known), Rates.of(facts, whatif.as_fast(known, facts, facts))
+    for resident in (0.0, 0.5, 1.0):
+        assert float(after.stack(64.0, resident)) == pytest.approx(float(before.stack(64.0, resident)), rel=1e-6)
+
+
 def test_no_four_bits_of_records() -> None:
     """Their rates are known in the present format only."""
     best = search(model(), GPU, WORK).best
