@@ -12,10 +12,13 @@ for scales of 16 bits.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from flexengine.codec.layouts import SCALE_KINDS, PartsLayout, beyond
 from flexengine.codec.scaled import SCALES, Undivided
 from flexengine.errors import InvalidInput
 
@@ -55,6 +58,25 @@ class ByInputs(Undivided):
         codes, zeros = self.columns * self.rows * self.bits // 8, self.groups * self.rows * self.bits // 8
         order = (4 * self.columns,) if self.ordered else ()
         return codes, zeros, self.groups * self.rows * SCALES[self.scales][0], *order
+
+    @cached_property
+    def layout(self) -> PartsLayout | None:
+        together = {3: 32}.get(self.bits, 32 // self.bits) if self.kind == "gptq" else 4  # columns of one group
+        if self.width % together and self.groups > 1 and not self.ordered:
+            return None
+        zeros, scales, *order = accumulate(self.sizes[:-1])
+        return PartsLayout(
+            f"{self.kind}{self.bits}",
+            not self.ordered and (self.groups == 1 or self.width % 32 == 0),
+            self.columns,
+            right=self.width if self.groups > 1 else beyond(self.columns),
+            cells=self.groups,
+            scales=scales,
+            zeros=zeros,
+            order=order[0] if order else 0,
+            scale_kind=SCALE_KINDS.index(self.scales),
+            less=self.less,
+        )
 
     def decode(self, data: Tensor, ids: Tensor) -> Tensor:
         weight, zeros, scales, *order = torch.split(data.view(-1), [*self.sizes])

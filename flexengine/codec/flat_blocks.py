@@ -6,12 +6,16 @@ quant_map, the 16 numbers of codes. An element is quant_map[code] * absmax, roun
 nested_quant_map[code] * nested_absmax + offset, rounded twice (`dequantize_4bit` of bitsandbytes/functional.py).
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from flexengine.codec.layouts import SCALE_KINDS, PartsLayout
 from flexengine.codec.scaled import Undivided
 from flexengine.errors import InvalidInput
 
@@ -48,6 +52,27 @@ class FlatBlocks(Undivided):
         if self.nested:
             return codes, blocks, 4 * 16, 4 * -(-blocks // self.nested), 4 * 256
         return codes, 4 * blocks, 4 * 16
+
+    @cached_property
+    def layout(self) -> PartsLayout | None:
+        whole = self.columns % self.block == self.block % 32 == 0  # no block crosses rows, and none ends in a part
+        if not whole or self.nested & (self.nested - 1):
+            return None
+        scales, table, *numbers = accumulate(self.sizes[:-1])
+        return PartsLayout(
+            "table",
+            False,
+            self.columns,
+            row_bytes=self.columns // 2,
+            right=self.block,
+            cells=self.columns // self.block,
+            scales=scales,
+            more=table,
+            order=numbers[-1] if numbers else 0,
+            scale_kind=SCALE_KINDS.index("nested" if self.nested else "f32"),
+            nested=max(0, self.nested.bit_length() - 1),
+            offset=int.from_bytes(struct.pack("<f", self.offset), "little"),
+        )
 
     def decode(self, data: Tensor, ids: Tensor) -> Tensor:
         codes, absmax, *maps = torch.split(data.view(-1), [*self.sizes])

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pkgutil import resolve_name
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput, shown
+
+if TYPE_CHECKING:
+    from flexengine.codec.layouts import PartsLayout
 
 TOGETHER, SCRATCH = 256, 1 << 20  # most rows and, beyond one row, numbers dequantized at a time
 
@@ -62,6 +65,12 @@ class Form(ABC):
     @property
     def native(self) -> int | None:
         """Number of the format in the native kernels (`Product.bits` of quantized_gemm.h); None for none."""
+        return None if self.layout is None else self.layout.number
+
+    @property
+    def layout(self) -> "PartsLayout | None":
+        """Where the native kernels find the tensors of a matrix of several tensors; None if it is one, or if they do
+        not read it."""
         return None
 
     @property

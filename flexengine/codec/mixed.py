@@ -31,6 +31,10 @@ class Mixed(Form):
         raise NotImplementedError("rows of several formats have no size in common")
 
     @property
+    def in_steps(self) -> bool:
+        return all(part.in_steps for part in self.parts)
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 

@@ -13,7 +13,8 @@ changes the other scales first, which are rounded then, too. Sources:
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.forms import Form
+from flexengine.codec.layouts import NATIVE, SCALE_KINDS, WHOLE_KINDS, ZERO_KINDS, PartsLayout, beyond
 from flexengine.errors import InvalidInput
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -211,6 +213,33 @@ class Scaled(Parted):
         if self.whole in ("divides", "multiplies"):
             parts.append(Part(4, 0))
         return tuple(parts)
+
+    @cached_property
+    def layout(self) -> PartsLayout | None:
+        down, right = self.block
+        kind = {"fp8": "fp8", "mxfp8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4"}.get(self.family, self.family)
+        if self.zeros or self.whole == "127ths":
+            kind = f"{kind} {'zeros' if self.zeros else self.whole}"
+        unfit = self.signed and self.zeros == "packed"
+        if right % 16 or unfit or kind not in NATIVE or self.sizes[0] < 4:
+            return None
+        _, scales, *starts = accumulate(self.sizes[:-1], initial=0)
+        return PartsLayout(
+            kind,
+            kind != "fp8" and right % (16 if kind == "fp4" else 32) == 0,
+            self.columns,
+            row_bytes=self.row_bytes,
+            down=down or self.rows,
+            right=right or beyond(self.columns),
+            cells=self.grid[1],
+            scales=scales,
+            zeros=starts[0] if self.zeros else 0,
+            more=starts[-1] if starts else 0,
+            scale_kind=SCALE_KINDS.index(self.scale_kind),
+            zero_kind=ZERO_KINDS.index(self.zeros),
+            whole_kind=WHOLE_KINDS.index(self.whole),
+            flip=0x80808080 if self.family == "w8" and not self.signed else 0,
+        )
 
     def decode(self, data: Tensor, ids: Tensor) -> Tensor:
         codes, scales, *more = torch.split(data.view(-1), [*self.sizes])

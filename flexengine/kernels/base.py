@@ -347,8 +347,11 @@ class FormatKernels(NamedTuple):
 
 # "module:object" of FormatKernels by "module:class" of the format and device; imported when they are first needed.
 KERNELS = {
-    ("flexengine.codec.packed:Packed", "cpu"): "flexengine.kernels.steps:ENCODED",
-    ("flexengine.codec.gguf_blocks:GgufBlocks", "cpu"): "flexengine.kernels.steps:ENCODED",
+    ("flexengine.codec.packed:Packed", "cpu"): "flexengine.kernels.encoded:ENCODED",
+    ("flexengine.codec.gguf_blocks:GgufBlocks", "cpu"): "flexengine.kernels.encoded:ENCODED",
+    ("flexengine.codec.scaled:Scaled", "cpu"): "flexengine.kernels.encoded:ENCODED",
+    ("flexengine.codec.by_inputs:ByInputs", "cpu"): "flexengine.kernels.encoded:ENCODED",
+    ("flexengine.codec.flat_blocks:FlatBlocks", "cpu"): "flexengine.kernels.encoded:ENCODED",
     ("flexengine.codec.packed:Packed", "cuda"): "flexengine.kernels.triton_codes:KERNELS",
     **{("flexengine.codec.mixed:Mixed", device): "flexengine.kernels.apart:KERNELS" for device in ("cpu", "cuda")},
 }

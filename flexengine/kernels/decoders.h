@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+constexpr int32_t PARTED = 32;  // numbers of types in parted.cpp are less by this
 constexpr int64_t MOST_ROWS = 512;  // of x, in a call of flex_block_dots
 #if defined(__AVX512F__) && !defined(FLEX_PORTABLE)
 constexpr int BLOCK_ROWS = 6;  // of a tile: two registers of sums and two of products of scales for each
@@ -9,10 +10,20 @@ constexpr int BLOCK_ROWS = 6;  // of a tile: two registers of sums and two of pr
 constexpr int BLOCK_ROWS = 3;
 #endif
 
-// A matrix in blocks: rows follow each other.
+// Where a matrix of several tensors (parted.cpp) has them, in bytes from its beginning; codes come first. row_bytes: of a
+// row of codes. down, right: rows and columns of a cell, which share a scale and a zero point. cells: in a row of the
+// grid. less: subtracted from stored zero points. flip: combined with codes of 8 bits by exclusive or. nested: blocks
+// with a scale are 2^nested for each scale of scales. offset: of nested scales, bits of a float.
+struct Layout {
+    int64_t columns, row_bytes, down, right, cells, scales, zeros, more, order;
+    int64_t scale_kind, zero_kind, whole_kind, less, flip, nested, offset;
+};
+
+// A matrix whose rows follow each other in blocks, or, with a layout, one of several tensors. columns is not read of these.
 struct Matrix {
     const uint8_t* data;
     int64_t rows, columns;
+    const Layout* layout;
 };
 
 extern "C" {
@@ -24,6 +35,7 @@ typedef void (*BlockDecode)(const Matrix& w, int64_t c, int N, int64_t begin, in
 
 // Returns the decoder of a type, by its number in blocks.cpp, for units of numbers or of pairs of bf16.
 BlockDecode flex_block_decoder(int32_t kind, int32_t pairs);
+BlockDecode flex_parted_decoder(int32_t kind, int32_t pairs);  // kind: a number in parted.cpp
 
 // Decodes rows `ids` of w to out [n, columns]. w.rows is not read.
 void flex_block_rows(int32_t kind, const Matrix& w, const int64_t* ids, int64_t n, float* out, int32_t threads);
@@ -41,5 +53,6 @@ struct BlockProduct {
 
 // Computes tiles t to end of rows of out, at columns c to stop.
 void flex_block_dots(int32_t kind, const BlockProduct& a, int64_t t, int64_t end, int64_t c, int64_t stop);
+void flex_parted_dots(int32_t kind, const BlockProduct& a, int64_t t, int64_t end, int64_t c, int64_t stop);
 
 }  // extern "C"

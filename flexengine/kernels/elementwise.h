@@ -245,8 +245,24 @@ void Gate::run(int64_t low, int64_t high) const {
     }
 }
 
-// Rounds x [rows, n] to bf16: to pairs in out [rows, (n + 1) / 2], with a zero after an odd last number, or `wide`, to
-// fp32 numbers in out [rows, n].
+// Rounds n numbers to int8 by groups of 64 columns, as round_row of quantized_gemm.h does, in fp32.
+inline void round_groups(const float* x, int64_t n, float* out) {
+    for (int64_t low = 0; low < n; low += 64) {
+        const int64_t end = low + 64 < n ? low + 64 : n;
+        uint32_t top = 0;
+        for (int64_t i = low; i < end; i++) {
+            const uint32_t size = bits_of(x[i]) & 0x7fffffff;
+            top = size > top ? size : top;
+        }
+        const float scale = float_of(top) / 127.f, magic = 12582912.f;  // magic: see vexp
+        const bool some = scale >= FLT_MIN && scale < INFINITY;
+        for (int64_t i = low; i < end; i++)
+            out[i] = some ? (x[i] / scale + magic - magic) * scale : scale < INFINITY ? 0.f : NAN;
+    }
+}
+
+// Rounds x [rows, n] to bf16: to pairs in out [rows, (n + 1) / 2], with a zero after an odd last number, or, if wide is 1,
+// to fp32 numbers in out [rows, n]. If wide is 2, it rounds to int8 instead, in fp32.
 struct Narrow {
     const float* x; float* out;
     int64_t rows, n, x_row;
@@ -257,6 +273,10 @@ struct Narrow {
     void run(int64_t low, int64_t high) const {
         for (int64_t m = low; m < high; m++) {
             const float* from = x + m * x_row;
+            if (wide == 2) {
+                round_groups(from, n, out + m * n);
+                continue;
+            }
             if (wide) {
                 for (int64_t i = 0; i < n; i++) out[m * n + i] = widen(narrow<bf16>(from[i]));
                 continue;

@@ -3,6 +3,7 @@
 #include "route.h"
 
 FLEX_SIZE(linear, Linear)
+FLEX_SIZE(layout, Layout)
 FLEX_SIZE(product, Product)
 FLEX_SIZE(norm, Norm)
 FLEX_SIZE(rotate, Rotate)

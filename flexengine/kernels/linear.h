@@ -28,7 +28,7 @@ constexpr int GROUP = 512;  // rows of x that use every tile before the next row
 // x: fp32, or pairs of bf16; for pairs, k, x_row and w_row count pairs.
 // across: w is [k, n], and x w is added to out (ADDED), or out = residual + (bias + x w) (ACROSS). Without it w is [n, k],
 // and out = residual + (bias + x w^T).
-// residual: [rows, n], contiguous, may be null; w: bf16, fp16 or fp32; for pairs bf16, `across` is 0. k is at least 1.
+// residual: [rows, n], may be null, with rows as far apart as those of out; w: bf16, fp16 or fp32; for pairs bf16, `across` is 0. k is at least 1.
 struct Linear {
     const float *x; const void* w; const float *bias, *residual; float* out;
     int64_t rows, n, k, x_row, w_row, out_row;
@@ -62,7 +62,7 @@ inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, int64_
         const float* from = !first || a.across == ADDED ? to : a.bias ? a.bias + at : nullptr;
         vf total = vload(sums + i * W);
         if (from) total = vadd(load(from), total);
-        if (last && a.residual) total = vadd(load(a.residual + (m + i / N) * a.n + at), total);
+        if (last && a.residual) total = vadd(load(a.residual + (m + i / N) * a.out_row + at), total);
         vstore(count < W ? part : to, total);
         if (count < W) memcpy(to, part, size_t(count) * 4);
     }
@@ -79,7 +79,7 @@ inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, in
     UNROLL for (int i = 0; i < M; i++) {
         float* to = a.out + (m + i) * a.out_row + c;
         const float* from = !first || a.across == ADDED ? to : a.bias ? a.bias + c : nullptr;
-        const float* more = residual ? a.residual + (m + i) * a.n + c : nullptr;
+        const float* more = residual ? a.residual + (m + i) * a.out_row + c : nullptr;
         UNROLL for (int n = 0; n < N; n++) {
             vf total = sum[i][n];
             if (from) total = vadd(vload(from + n * W), total);

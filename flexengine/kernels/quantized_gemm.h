@@ -20,7 +20,10 @@ enum Compute : int32_t { AS_FP32 = 0, AS_BF16 = 1, AS_INT8 = 2 };
 struct Product {
     const float* x; const uint8_t* w; const float *bias, *residual; float *out, *scratch;
     int64_t rows, n, k, x_row, out_row, groups;
+    int64_t layout;  // address of the Layout of formats in parted.cpp, else 0
     int32_t bits, group, compute, threads;
+
+    const Layout* parts() const { return (const Layout*)layout; }
 };
 
 // Division of out into tasks, in the order of `linear`: `down` runs of rows, each of `across` strips of `width`
@@ -100,7 +103,7 @@ template <class U>
 void decode_blocks(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile) {
     constexpr int64_t EACH = COLUMNS<U>;
     const BlockDecode decode = flex_block_decoder(a.bits - BLOCKS, EACH == 2);
-    decode({a.w, a.n, a.k * EACH}, c, N, d * EACH, (d + span) * EACH, width, tile);
+    decode({a.w, a.n, a.k * EACH, a.parts()}, c, N, d * EACH, (d + span) * EACH, width, tile);
 }
 
 template <class U> Decode decoder(int32_t bits) {
@@ -334,7 +337,7 @@ __attribute__((noinline)) void dot_tile(const Product& a, const Rounded& x, int6
         }
     }
     for (int i = 0; i < M; i++) {
-        const float* residual = a.residual + (m + i) * a.n + c;
+        const float* residual = a.residual + (m + i) * a.out_row + c;
         for (size_t e = 0; a.residual && e < columns / 4; e++) sums[i][e] += residual[e];
         memcpy(a.out + (m + i) * a.out_row + c, sums[i], columns);
     }
@@ -416,7 +419,7 @@ struct DotTasks {
     void multiply_blocks(int64_t b) const {
         const int64_t c = b % blocks.across * blocks.width, stop = a.n - c < blocks.width ? a.n : c + blocks.width;
         const int64_t i = b / blocks.across;
-        const BlockProduct call{{a.w, a.n, a.k}, x.worths, (const uint8_t*)x.quads, a.bias, a.residual, a.out,
+        const BlockProduct call{{a.w, a.n, a.k, a.parts()}, x.worths, (const uint8_t*)x.quads, a.bias, a.residual, a.out,
                                 a.rows, a.out_row, a.groups, tiles.count};
         flex_block_dots(a.bits - BLOCKS, call, i * tiles.count / blocks.down, (i + 1) * tiles.count / blocks.down, c, stop);
     }
@@ -456,7 +459,7 @@ extern "C" {
 // Decodes rows `ids` of w, which has k columns, to out [n, k]. bits: as in Product.
 void flex_encoded_rows(const uint8_t* w, const int64_t* ids, int64_t n, int64_t k, int64_t group, int32_t bits, float* out,
                        int32_t threads) {
-    if (bits >= BLOCKS) return flex_block_rows(bits - BLOCKS, {w, 0, k}, ids, n, out, threads);
+    if (bits >= BLOCKS) return flex_block_rows(bits - BLOCKS, {w, 0, k, nullptr}, ids, n, out, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (n * k > 32768)
     for (int64_t i = 0; i < n; i++) {
         if (bits == 2) decode_row<2>(w, ids[i], k, group, out + i * k);

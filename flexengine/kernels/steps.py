@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flexengine.kernels import base, structs
-from flexengine.kernels.base import FormatKernels
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.structs import CODES, address
@@ -31,6 +30,7 @@ ACTS = (*base.ACTS, "sigmoid", "softplus", "clip", "scale")  # in the order of e
 PAIRINGS = ("halves", "pairs", "pairs to halves")  # in the order of enum Pairing of elementwise.h
 WORD = 8  # bytes of an address
 ACROSS = 2  # in linear.h
+ROUNDED = 2  # of Narrow.wide
 
 
 class RecordedSteps:
@@ -218,10 +218,21 @@ class Steps:
         """Add a product with an encoded weight; see base.Kernels.product. Other arguments are those of `linear`.
         form: with `in_steps`."""
         out = self.new((x.shape[0], form.rows)) if out is None else out
+        parts = [*form.matrices()]
+        if len(parts) > 1:
+            for row, start, part in parts:
+                run, own = slice(row, row + part.rows), weight[start : start + part.nbytes]
+                given = None if bias is None else bias[run], compute, None if residual is None else residual[:, run]
+                self.product(x, own, part, *given, beside or row > 0, out[:, run])
+            return out
         group, code = form.group, form.native
         assert code is not None
         groups, blocks = -(-form.columns // group), code >= BLOCKS
         rows, scratch, source = x.shape[0], None, x
+        layout = structs.layout_of(form)
+        where = 0 if layout is None else ctypes.addressof(layout)
+        if compute == "int8" and form.layout is not None and not form.layout.dots:
+            (source, beside), compute = self._narrow(x, wide=ROUNDED, beside=beside), None
         if compute == "bf16":
             source, beside = self._narrow(x, wide=not self._pairs, beside=beside)
 
@@ -229,7 +240,7 @@ class Steps:
             return structs.Product(
                 *(source.data_ptr(), weight.data_ptr(), address(bias), address(residual), out.data_ptr()),
                 *(address(scratch), rows, form.rows, source.shape[1], source.stride(0), out.stride(0)),
-                *(groups, code, group, COMPUTES[compute], self._threads),
+                *(groups, where, code, group, COMPUTES[compute], self._threads),
             )
 
         if compute == "int8":
@@ -244,9 +255,9 @@ class Steps:
         self._add(kind, call(scratch), (source, weight, bias, residual, out), beside)
         return out
 
-    def _narrow(self, x: Tensor, wide: bool, beside: bool) -> tuple[Tensor, bool]:
-        """Return x rounded to bf16, once for all products with it, and whether the product can run beside the last
-        step."""
+    def _narrow(self, x: Tensor, wide: int, beside: bool) -> tuple[Tensor, bool]:
+        """Return x rounded to bf16, or to int8 in fp32 (wide: ROUNDED), once for all products with it, and whether the
+        product can run beside the last step."""
         key = (x.data_ptr(), *x.shape, wide)
         if (found := self._rounded.get(key)) is not None:
             return found, beside
@@ -372,27 +383,3 @@ class Steps:
     def _add(self, kind: str, call: ctypes.Structure, kept: tuple[Any, ...], beside: bool = False) -> None:
         self._steps.append((call, KINDS.index(kind), beside))
         self._kept.append(kept)
-
-
-def _encoded_product(
-    kernels: Any, x: Tensor, weight: Tensor, form: "Form", bias: Tensor | None, compute: base.Compute | None
-) -> Tensor | None:
-    if not form.in_steps:
-        return None
-    steps = kernels.steps()
-    out: Tensor = steps.product(x, weight, form, bias, compute)
-    steps.run()
-    return out
-
-
-def _encoded_rows(kernels: Any, weight: Tensor, form: "Form", ids: Tensor) -> Tensor:
-    if not form.in_steps:
-        decoded: Tensor = kernels.plain.encoded_rows(weight, form, ids)
-        return decoded
-    out = torch.empty(len(ids), form.columns, dtype=torch.float32, device="cpu")
-    sizes = (form.columns, form.group, form.native, out.data_ptr(), torch.get_num_threads())
-    kernels.decode_rows(weight.data_ptr(), ids.data_ptr(), len(ids), *sizes)
-    return out
-
-
-ENCODED = FormatKernels(_encoded_product, _encoded_rows)

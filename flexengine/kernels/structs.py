@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import AttentionOptions, PromptCall
 from flexengine.kernels.paged import PagedAttention, PromptPieces, Room
+
+if TYPE_CHECKING:
+    from flexengine.codec.forms import Form
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Dtype of simd.h
 STRUCTS = dict[str, type[ctypes.Structure]]()  # by name in lower case, as in flex_<name>_size
@@ -48,6 +51,7 @@ Append = _struct("Append", "cache.h")
 Batch = _struct("Batch", "prompt.h")
 Decode = _struct("Decode", "rows.h")
 Gate = _struct("Gate", "elementwise.h")
+Layout = _struct("Layout", "decoders.h")
 Linear = _struct("Linear", "linear.h")
 Narrow = _struct("Narrow", "elementwise.h")
 Norm = _struct("Norm", "elementwise.h")
@@ -74,6 +78,15 @@ def check(library: ctypes.CDLL) -> None:
         if native != here:
             raise RuntimeError(f"the argument struct of flex_{name} has {native} bytes in the native kernels but {here}"
                                " here; declare it in C++ as the other structs are")  # fmt: skip
+
+
+@cache
+def layout_of(form: "Form") -> Any:
+    """Return the struct Layout of a format; None if it has none."""
+    given = form.layout
+    if given is None:
+        return None
+    return Layout(**{name: getattr(given, name) for name, _ in Layout._fields_})
 
 
 def int32(x: Tensor) -> Tensor:
