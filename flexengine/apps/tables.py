@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from flexengine.errors import InvalidInput, blankness, listed, shown
 from flexengine.job.arrow_rows import TableRow
-from flexengine.job.delimiters import Remedies
 from flexengine.job.files import explained, whole_file
 from flexengine.job.inputs import InputFile
 from flexengine.job.read_tables import DELIMITERS, arrow_table, csv_table, seeming
+from flexengine.job.remedies import Remedies
 from flexengine.job.results import encode_fields
 
 _FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}

@@ -2,26 +2,15 @@
 it."""
 
 import re
-from typing import NamedTuple
 
 from flexengine.errors import InvalidInput, shown
+from flexengine.job.remedies import Remedies
 
 # First line that states the character for Excel, as sep=; does.
 _STATED = re.compile(
     rb'(?:\xef\xbb\xbf)?"?sep=(\\t|[^\w"\r\n\x80-\xff]|[\xc2-\xf4][\x80-\xbf]+)"?\1*\r?(?:\n|\Z)', re.I
 )
 _SEPARATORS = ";\t|,"
-
-
-class Remedies(NamedTuple):
-    """What messages propose for a table that is read in a wrong way, with {0} for the value as code, {1} as text. The
-    defaults are those of a job."""
-
-    delimiter: str = "give --delimiter {0} (delimiter={0} in Python)"
-    form: str = "give --input-format {0} (input_format='{0}' in Python)"
-
-
-OF_JOB = Remedies()
 
 
 def delimiter_of(given: str | None, own: str, remedies: Remedies) -> str:

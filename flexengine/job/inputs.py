@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from flexengine.activity import message
 from flexengine.errors import InvalidInput, meant, shown
-from flexengine.job.delimiters import OF_JOB, Remedies, delimiter_of, stated_delimiter
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
 from flexengine.job.packed import Bytes, unpacked
+from flexengine.job.remedies import OF_JOB, Remedies
 from flexengine.job.row_fields import FieldNotes, RowRules
 from flexengine.job.rows import Row
 from flexengine.job.scan import InputScan, scan_of
@@ -225,15 +225,22 @@ class InputFile:
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
         self.form, packed = _form_of(name, form, "jsonl" if delimiter is None else "csv", remedies)
         # "" if it is no table of text. A first line sep=; states it.
-        self.delimiter = delimiter_of(delimiter, FORMATS[self.form].delimiter, remedies)
+        self.delimiter = FORMATS[self.form].delimiter
+        if delimiter is not None:
+            from flexengine.job.delimiters import delimiter_of  # few users give one
+
+            self.delimiter = delimiter_of(delimiter, self.delimiter, remedies)
         try:
             self.file = self._regular()  # holds the bytes: the input, or a temporary copy of a stream
             self.packing = self._packing_of(packed)  # gzip, zstd or ""
             if not FORMATS[self.form].seeks:
-                stated = stated_delimiter(self._checked_head())
-                if self.delimiter and stated and stated != self.delimiter and delimiter is not None:
-                    message(f"{name} states {stated!r} in its first line; {self.delimiter!r} is not used for it")
-                self.delimiter = self.delimiter and (stated or self.delimiter)
+                head = self._checked_head()
+                if self.delimiter:
+                    from flexengine.job.delimiters import stated_delimiter  # tables of text only
+
+                    if (stated := stated_delimiter(head)) and delimiter is not None and stated != self.delimiter:
+                        message(f"{name} states {stated!r} in its first line; {self.delimiter!r} is not used for it")
+                    self.delimiter = stated or self.delimiter
         except BaseException:
             self.close()
             raise

@@ -16,10 +16,10 @@ from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
 from flexengine.apps.tables import FileTable, read_records
 from flexengine.errors import InvalidInput, json_kind, listed, shown
 from flexengine.job.arrow_rows import TableRow
-from flexengine.job.delimiters import Remedies
 from flexengine.job.inputs import InputFile, InputRows
 from flexengine.job.prompt_template import columns_of, filled, text_of
 from flexengine.job.read_tables import seeming
+from flexengine.job.remedies import Remedies
 from flexengine.job.rows import without_place
 
 _REMEDIES = Remedies("give data.delimiter: {0}, or begin the file with the line sep={1}", "name it .{0}")

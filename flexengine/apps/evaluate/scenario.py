@@ -12,8 +12,9 @@ from flexengine.apps.evaluate.perturb import Perturbations
 from flexengine.apps.evaluate.yaml_fields import FieldLines, read
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
-from flexengine.job.delimiters import OF_JOB, delimiter_of
+from flexengine.job.delimiters import delimiter_of
 from flexengine.job.prompt_template import columns_of
+from flexengine.job.remedies import OF_JOB
 from flexengine.records import Limit
 
 TEXT, INDEX, LETTER = "text", "index", "letter"
