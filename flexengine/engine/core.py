@@ -136,7 +136,7 @@ class Core:
         Switches that the planner has not chosen yet are left out."""
         import transformers
 
-        policy = self.options.policy if self.machine.gpu else None
+        policy, mixing = self.options.policy if self.machine.gpu else None, self.skeleton.mixing
         return {
             **({"cache": self.cache_form} if self.cache_form else {}),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -144,6 +144,7 @@ class Core:
             "policy": policy.to_json() if policy else None,
             "device": "cuda" if self.machine.gpu else "cpu",
             "kernels": product_numerics(self.machine.compute),
+            **({"states": mixing.numerics} if mixing else {}),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }

@@ -22,8 +22,7 @@ from flexengine.kernels.base import Compute
 from flexengine.kernels.build import version
 from flexengine.kernels.cpu import NativeKernels
 
-# While active, torch functions do not call `Invariance`: a dozen calls take longer than all other work before
-# a kernel starts.
+# While active, no function calls `Invariance`: a dozen calls take longer than all other work before a kernel starts.
 unwatched = torch._C.DisableTorchFunction
 
 
@@ -150,7 +149,7 @@ def steady(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 class Invariance(TorchFunctionMode):
     """Torch function mode that makes a token's results independent of the other tokens in its batch.
 
-    functional.linear (routers) goes through a Product, activations through `steady`, batched products by `one_by_one`.
+    functional.linear (routers) goes through a Product, activations through `steady`, batched products by `batched`.
     """
 
     def __init__(self, product: Product) -> None:
@@ -164,6 +163,8 @@ class Invariance(TorchFunctionMode):
             x, weight = args[:2]
             if x.dtype == self.product.dtype == weight.dtype and weight.dim() == 2:
                 return self.product(*args)
-        if func in _MATMUL and not kwargs and math.prod(args[0].shape[:-2] + args[1].shape[:-2]) != 1:
-            return resolve_name("flexengine.model.mixers:one_by_one")(*args)
+        if func in _MATMUL and not kwargs:
+            a, b = args
+            if math.prod(a.shape[:-2] + b.shape[:-2]) != 1 or a.dim() < b.dim():
+                return resolve_name("flexengine.model.mixers:batched")(self.product, a, b)
         return func(*args, **(kwargs or {}))

@@ -8,7 +8,9 @@ Here the cache is a view of the records of some sequences, and the module's own 
 * for each group of prompt pieces of equal length, as [pieces, tokens, hidden]. There is no padding.
 
 It runs once for each, or several times: a call's temporary tensors take at most MOST_BYTES, and each call reads the
-weights of its projections. A call decodes 24 sequences of Qwen3.5, and 8 of Mamba 2 with 7 billion parameters.
+weights of its projections. A call decodes 24 sequences of Qwen3.5, and 8 of Mamba 2 with 7 billion parameters. If
+kernels compute the states (`state_kernels`), a call decodes up to MOST_TOKENS sequences, and another one computes as
+many packed tokens of prompts, whatever their pieces.
 
 A piece at position 0 has no earlier state, whatever its record holds; all others have one, also if they have a single
 token. Modules compute prompts in chunks of tokens, so a prompt is cut at multiples of `Mixing.grain` only, and no later
@@ -16,22 +18,22 @@ piece has a single token, which a module would take for a decode step: then a pi
 """
 
 import inspect
+import logging
 import math
 import re
-import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexengine.errors import UnsupportedModel
 from flexengine.kernels.paged import PromptPieces
 from flexengine.model.build import keeps_state
 from flexengine.model.forward import Mix, pause, pausing_layers
-from flexengine.model.linear import FastLinear
+from flexengine.model.linear import FastLinear, Product
+from flexengine.model.peak import Peak
 
 # What modules call whose own forward gives other numbers for a later piece of a prompt, by the adapter for them.
 _ADAPTED = {
@@ -43,11 +45,11 @@ CHUNK = 64  # tokens of a chunk of delta rules, a default argument of the functi
 MOST_TOKENS, MOST_BYTES = 512, 256 << 20  # of one call of a module, unless a single chunk or sequence takes more
 STATE_ALIGN = 64  # bytes
 # Arguments of forward that are replaced, and others that have no effect without padding and gradients.
-_REPLACED = {"cache", "attention_mask", "conv_mask"}
+REPLACED = {"cache", "attention_mask", "conv_mask"}
 _HARMLESS = {"position_ids", "position_embeddings", "use_cache", "output_attentions", "cache_position"}
 _CACHES = {"cache", "past_key_values", "past_key_value"}  # names of a cache in forward
 
-_STATE = "they keep a state beside keys and values"
+STATE = "they keep a state beside keys and values"
 _BLOCKS = {"mlp", "moe"}  # types of layers that are no more than a feed-forward block
 
 Key = tuple[str, int]  # kind of state, "conv" or "recurrent", and its number in the layer's cache
@@ -91,11 +93,19 @@ class Mixing(NamedTuple):
     most_tokens: int
     sequence_bytes: int
     most_sequences: int
+    moved_bytes: int  # that a decode step of a sequence reads and writes
+    without_kernels: Mapping[int, str] | None = None  # by layer that runs its own functions, why; None if all do
+
+    @property
+    def numerics(self) -> str:
+        """Return a text that tells apart which layers kernels compute, for a job's manifest and for stages."""
+        own = self.without_kernels
+        return "by modules" if own is None else f"by kernels{f', but for {len(own)} layers' if own else ''}"
 
     def reasons(self, attends: Collection[int]) -> dict[int, str]:
         """Return why layers run their modules that have a state, or are not among `attends`, by layer."""
         others = {j: nbytes for j, nbytes in enumerate(self.record_bytes) if nbytes or j not in attends}
-        return {j: _STATE if nbytes else "they have no attention" for j, nbytes in others.items()}
+        return {j: STATE if nbytes else "they have no attention" for j, nbytes in others.items()}
 
 
 class StateView:
@@ -146,6 +156,8 @@ class StateView:
 class PausingMixer:
     """Mixin of a module with a state: its forward pauses for the records, and runs the module's own forward."""
 
+    own_class: type  # the module's
+    with_kernels: Any = None  # a `state_kernels.KernelForward`, if kernels compute its states
     fields: tuple[Field, ...] = ()  # known after a trial
     grain = CHUNK
     most_tokens, most_sequences = MOST_TOKENS, MOST_TOKENS
@@ -155,15 +167,15 @@ class PausingMixer:
         names = _parameters(own)
         given = dict(zip(names, args, strict=False)) | kwargs
         hidden: Tensor = given.pop(names[0])
-        others = {k: v for k, v in given.items() if k not in _REPLACED | _HARMLESS and v is not None and v is not False}
+        others = {k: v for k, v in given.items() if k not in REPLACED | _HARMLESS and v is not None and v is not False}
         if others:
             fault = f"its module {type(self).__name__.removeprefix('Pausing')} gets {', '.join(sorted(others))}"
             raise UnsupportedModel(f"{fault}, which the engine does not support beside a state")
-        masks = dict.fromkeys(_REPLACED & set(names))
+        masks = dict.fromkeys(REPLACED & set(names))
 
         def run(x: Tensor, view: StateView) -> Any:
             out = own(x, **{**masks, "cache": view})  # some return a state, too, which their layers do not use
-            return _map(lambda y: y if y.shape[:2] == x.shape[:2] else None, out)
+            return map_tensors(lambda y: y if y.shape[:2] == x.shape[:2] else None, out)
 
         records: StateRecords | None = pause(Mix())
         if records is None:  # in a trial, of one prompt
@@ -172,6 +184,8 @@ class PausingMixer:
             if hidden.is_meta and not self.fields:
                 self.fields = _fields(view)
             return out
+        if self.with_kernels is not None:
+            return _joined(list(self.with_kernels.pieces(self, hidden, records)))
         return _joined(list(self._pieces(run, hidden, records)))
 
     def _pieces(self, run: Any, hidden: Tensor, records: StateRecords) -> Iterator[Any]:
@@ -182,7 +196,7 @@ class PausingMixer:
             view = self._read(records.pages, numbers)
             out = run(hidden[0, first:end, None], view)
             self._write(records.pages, numbers, view)
-            yield _map(lambda y: y.transpose(0, 1), out)
+            yield map_tensors(lambda y: y.transpose(0, 1), out)
         for p in records.prompts:
             padded = -(-p.length // self.grain) * self.grain  # modules fill their chunks
             together = max(1, self.most_tokens // padded)
@@ -195,7 +209,7 @@ class PausingMixer:
                 x = hidden[0, tokens].view(count, p.length, -1)
                 outs = [run(x[:, low:high], view) for low, high in self._cuts(p.length)]
                 self._write(records.pages, numbers, view)
-                yield _map(lambda y: y.reshape(1, -1, *y.shape[2:]), _joined(outs))
+                yield map_tensors(lambda y: y.reshape(1, -1, *y.shape[2:]), _joined(outs))
 
     def _cuts(self, length: int) -> Iterator[tuple[int, int]]:
         """Yield the bounds of the parts in which a piece is computed. Only a piece of one token has a part of one."""
@@ -228,9 +242,14 @@ def _fields(view: StateView) -> tuple[Field, ...]:
     return tuple(fields)
 
 
-def _map(function: Any, out: Any) -> Any:
+def record_bytes(fields: Sequence[Field]) -> int:
+    """Return the bytes of a record."""
+    return -(-(fields[-1].offset + fields[-1].nbytes) // STATE_ALIGN) * STATE_ALIGN
+
+
+def map_tensors(function: Any, out: Any) -> Any:
     if isinstance(out, tuple):
-        return tuple(_map(function, x) for x in out)
+        return tuple(map_tensors(function, x) for x in out)
     return function(out) if isinstance(out, Tensor) else out
 
 
@@ -251,6 +270,7 @@ def use_mixers(layers: nn.Module) -> None:
 
     Raise UnsupportedModel for a convolution over tokens outside of them: it would mix the sequences of a gpu_batch.
     """
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(_no_advice)
     for module in layers.modules():
         if keeps_state(module):
             own = type(module)
@@ -267,13 +287,18 @@ def use_mixers(layers: nn.Module) -> None:
             raise UnsupportedModel(f"layer {path} is a convolution over tokens; it keeps state beyond the KV cache")
 
 
+def _no_advice(record: logging.LogRecord) -> bool:
+    """Return False for the advice to install packages of kernels, as the engine has its own."""
+    return "falling back to its reference" not in record.getMessage()
+
+
 def _pausing(own: Any) -> type:
     """Return the class of a module with the mixin."""
     if own not in _classes:
         base, calls = own, inspect.unwrap(own.forward).__code__.co_names
         for adapter in (_ADAPTED[name] for name in _ADAPTED if name in calls):
             base = type(own.__name__, (own,), {"forward": resolve_name(adapter)(own.forward)})
-        _classes[own] = type(f"Pausing{own.__name__}", (PausingMixer, base), {})
+        _classes[own] = type(f"Pausing{own.__name__}", (PausingMixer, base), {"own_class": own})
     return _classes[own]
 
 
@@ -314,7 +339,7 @@ def mixing_of(model: Any, attends: Collection[int]) -> Mixing:
             fault = "several modules with states, or one that a pass does not use"
             raise UnsupportedModel(f"layer {layer.index} has {fault}")
         for mixer in own:
-            nbytes = -(-(mixer.fields[-1].offset + mixer.fields[-1].nbytes) // STATE_ALIGN) * STATE_ALIGN
+            nbytes = record_bytes(mixer.fields)
             shape = type(mixer), tuple(f[:3] for f in mixer.fields)
             if shape not in kinds:
                 kinds[shape] = mixer, *_peaks(mixer, model.config.get_text_config().hidden_size, model.dtype)
@@ -326,14 +351,15 @@ def mixing_of(model: Any, attends: Collection[int]) -> Mixing:
     grains = [mixer.grain for mixer, *_ in kinds.values()]
     token, sequence = (max(column) for column in zip(*(sizes[1:] for sizes in kinds.values()), strict=True))
     most = [(mixer.most_tokens, mixer.most_sequences) for mixer, *_ in kinds.values()]
-    return Mixing(math.lcm(*grains), tuple(sizes), token, max(n for n, _ in most), sequence, max(n for _, n in most))
+    tokens, sequences = (max(column) for column in zip(*most, strict=True))
+    return Mixing(math.lcm(*grains), tuple(sizes), token, tokens, sequence, sequences, sequence)
 
 
 def _peaks(mixer: Any, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the most bytes that a mixer's temporary tensors take for each token of a prompt, and for each sequence
     that decodes, with its states."""
     forward = super(PausingMixer, mixer).forward
-    masks = dict.fromkeys(_REPLACED & set(_parameters(forward)))
+    masks = dict.fromkeys(REPLACED & set(_parameters(forward)))
 
     def peak(rows: int, tokens: int, fields: Sequence[Field]) -> int:
         states = {f.key: torch.empty(rows, *f.shape, dtype=f.dtype, device="meta") for f in fields}
@@ -347,28 +373,12 @@ def _peaks(mixer: Any, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
     return peak(1, mixer.grain, ()) // mixer.grain + 1, peak(1, 1, mixer.fields) + 2 * record
 
 
-class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that exist at once, of those made while the mode is active. They are on the meta
-    device, so none takes memory."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = self._now = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
-            return out  # a trial converts narrow weights, which products read as they are
-        before = {id(x.untyped_storage()) for x in args if isinstance(x, Tensor)}  # of views, and changed in place
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor) and id(storage := x.untyped_storage()) not in before:
-                self._now += (nbytes := storage.nbytes())
-                self.most = max(self.most, self._now)
-                weakref.finalize(storage, self._ended, nbytes)
-        return out
-
-    def _ended(self, nbytes: int) -> None:
-        self._now -= nbytes
+def batched(product: Product, a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b, such that a sequence's result is independent of the others, and a token's of the tokens beside it
+    if a is a weight [out, in], as in Mamba 1, and b is [sequences, in, tokens]."""
+    if isinstance(a, nn.Parameter) and (a.dim(), b.dim()) == (2, 3) and a.dtype == b.dtype == product.dtype:
+        return product(b.transpose(1, 2).contiguous(), a).transpose(1, 2)
+    return one_by_one(a, b)
 
 
 def one_by_one(a: Tensor, b: Tensor, dim: int = 0) -> Tensor:

@@ -115,9 +115,9 @@ class ModelFacts:
     # per layer, bytes of a sequence's states beside keys and values, rounded up to ALIGN; () if no layer has any
     states: tuple[int, ...] = ()
     grain: int = 1  # prompts are cut at multiples of this number of tokens
-    # most bytes of temporary tensors of modules with states: for each prompt token and each sequence that decodes, and
-    # most tokens and sequences of a call
-    mixing: tuple[int, int, int, int] = (0, 0, 0, 0)
+    # of modules with states: most bytes of temporary tensors for each prompt token, most tokens of a call; the same for
+    # each sequence that decodes; and most bytes that a sequence's decode step reads and writes
+    mixing: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
     softcap: float | None = None  # limit of attention scores, None for no limit
     kv_kept: int = 0  # bytes that one token adds to one layer's KV cache if K and V are encoded; else 0
     kv_pieces: int = 1  # number of places in a page that hold parts of one head's K of a token

@@ -126,7 +126,7 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     drawn = 0 if model.leaves else threads * aligned(DRAWN * model.vocabulary + ALIGN)
     row = (3 * model.hidden + 4 * model.width) * model.itemsize + 1024
     experts = 0 if model.gpu else min(EXPERTS_KEPT, tokens * model.active * row)
-    token_bytes, most_tokens, sequence_bytes, most_sequences = model.mixing
+    token_bytes, most_tokens, sequence_bytes, most_sequences, _ = model.mixing
     padded = min(most_tokens, tokens + policy.gpu_batch_size * model.grain)  # prompts fill whole grains
     mixed = max(token_bytes * padded, sequence_bytes * min(most_sequences, policy.gpu_batch_size))
     return aligned(tokens * moment * model.itemsize + logits + max(model.scratch, drawn) + experts + mixed)

@@ -38,6 +38,7 @@ GUESTS = {
     "formats by layer": "flexengine.worker.layer_formats:read",
     "range of layers": "flexengine.model.layer_range:use_range",
     "halves": "flexengine.model.halves:look_closer",
+    "states": "flexengine.model.state_kernels:use_kernels",
     "quantised": "flexengine.model.quantised.schemes:decoded_names",
     "matrices": "flexengine.model.quantised.matrices:check_matrices",
 }
@@ -176,10 +177,13 @@ class OpenModel:
             form = self.cache_form(bits)
             pieces = sum(len(part.starts) for part in form.parts)  # codes, each scale, each minimum
             sizes |= dict(kv_kept=form.page_bytes, kv_pieces=pieces, centred=bits < 8)
-        if mixing := skeleton.mixing:
-            states = map(aligned, mixing.record_bytes[slice(*skeleton.layer_range)])
-            sizes |= dict(states=tuple(states), grain=mixing.grain, mixing=mixing[2:])
         kernels = load_for(torch.device("cpu" if self.cpu else "cuda"))
+        if skeleton.mixing:
+            if self.cpu and self.dtype == torch.float32:
+                resolve_name(GUESTS["states"])(skeleton, kernels)
+            mixing = skeleton.mixing
+            states = map(aligned, mixing.record_bytes[slice(*skeleton.layer_range)])
+            sizes |= dict(states=tuple(states), grain=mixing.grain, mixing=mixing[2:7])
         scratch = kernels.prompt_scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim)
         return ModelFacts(
             tuple(facts(layer, skeleton.experts) for layer in layers),

@@ -1,14 +1,17 @@
 """States beside keys and values: tokens of transformers for every placement, cut and batch; bytes by formula."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flexengine import Engine, Policy, SamplingParams
+from flexengine import Engine, Policy, SamplingParams, kernels
 from flexengine.errors import InvalidInput
+from flexengine.kernels.cpu import NativeKernels
 from flexengine.lossy import Lossy
 from flexengine.model.mixers import mixers_of
 from flexengine.plan.workload import Workload
@@ -17,7 +20,7 @@ from flexengine.worker.expert_rows import Experts
 from tests.helpers.architectures import reload
 from tests.helpers.chained import chained
 from tests.helpers.families import prompts_of
-from tests.helpers.hybrids import KINDS, LENGTHS, NEW, Hybrid, make_hybrid
+from tests.helpers.hybrids import KERNELS, KINDS, LENGTHS, NEW, Hybrid, make_hybrid
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 D, H, K, MIX = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3)
@@ -52,7 +55,18 @@ def run(known: Hybrid, policy: Policy | None, rows: Any = None, device: str = "s
         if policy is not None and device == "sim":
             ledgers = {tier: engine.core.machine.tier(tier).ledger.peak for tier in ("device", "host", "disk")}
             assert ledgers == {tier: engine.layout.total(tier) for tier in ledgers}
+            check_kernels(engine)
         return [r.token_ids for r in results]
+
+
+def check_kernels(engine: Any) -> None:
+    """All modules with states run with kernels, or none does."""
+    skeleton = engine.core.skeleton
+    native = isinstance(kernels.load(), NativeKernels) and engine.core.dtype == torch.float32
+    uses = native and skeleton.config.model_type in KERNELS
+    assert {m.with_kernels is not None for m in mixers_of(skeleton.model)} == {uses}
+    assert (engine.core.numerics["states"] == "by kernels") == uses
+    assert any("which kernels change" in why for why in skeleton.as_modules.values()) == uses
 
 
 @pytest.mark.parametrize(("name", "kind"), [
@@ -77,6 +91,46 @@ def test_a_row_does_not_depend_on_its_batch(hybrids: Any, kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KERNELS))
+def test_calls_of_kernels_do_not_change_bits(hybrids: Any, kind: str) -> None:
+    """Of any number of tokens and sequences: packed prompts may be cut anywhere, and a call may have a single token."""
+    known, found = hybrids(kind), list[Any]()
+    sampling = SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=1)
+    for tokens in (512, 64, 16, 7, 1):
+        with Engine(known.directory, policy=Policy(4, 2), device="sim") as engine:
+            for mixer in mixers_of(engine.core.skeleton.model):
+                mixer.most_tokens = mixer.most_sequences = tokens
+            results = engine.generate(known.rows, sampling)
+        assert [r.token_ids for r in results] == known.expected
+        found.append([[e["logprob"] for e in r.logprobs or ()] for r in results])
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.slow
+def test_no_advice_on_stderr(hybrids: Any, tmp_path: Path) -> None:
+    """transformers advises to install packages of kernels when a module's own functions are called, as in a trial."""
+    known = hybrids("jamba")
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(known.rows[0]) + "\n")
+    command = [
+        sys.executable,
+        "-m",
+        "flexengine.run",
+        "--model",
+        known.directory,
+        "--input",
+        source,
+        "--output",
+        output,
+    ]
+    ran = subprocess.run([*command, "--max-tokens", str(NEW), "--ignore-eos"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(output.read_text())["token_ids"] == known.expected[0]
+    assert "install" not in ran.stderr
+    assert "falling back" not in ran.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_under_a_policy_of_the_planner(hybrids: Any, kind: str) -> None:
     known = hybrids(kind)
@@ -84,7 +138,7 @@ def test_tokens_under_a_policy_of_the_planner(hybrids: Any, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "zamba2", "jamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "mamba2", "zamba2", "jamba", "lfm2"])
 @pytest.mark.parametrize("tokens", PIECES)
 def test_prompts_in_pieces(hybrids: Any, kind: str, tokens: int) -> None:
     """Pieces smaller than the grain are enlarged to it; the tokens do not depend on them."""

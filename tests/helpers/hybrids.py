@@ -22,6 +22,8 @@ KINDS = {
     "minimax": "lightning attention; attention in other layers",
     "lfm2": "a short convolution",
 }
+# Those whose states kernels change.
+KERNELS = {"qwen3_next", "kimi_linear", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2", "jamba", "mamba", "lfm2"}
 # Multiples of the grain (64), one and two more, a single token, and ragged ones.
 LENGTHS, NEW = (65, 150, 1, 64, 129, 40, 2, 130), 5
 LEAST_GAP = 3e-4  # of the two best logits, in standard deviations of all

@@ -159,6 +159,18 @@ def test_batched_products_with_weights_of_heads(heads: int) -> None:
     torch.testing.assert_close(whole, (weight.double() @ x.double()).float())
 
 
+def test_a_weight_times_columns_does_not_depend_on_other_columns(product: Product) -> None:
+    """[out, in] by [sequences, in, tokens], as in Mamba 1."""
+    weight, x = nn.Parameter(torch.randn(1536, 48), requires_grad=False), torch.randn(9, 48, 1)
+    with Invariance(product):
+        steps, prompt = weight @ x, weight @ x.transpose(0, 2)
+        assert torch.equal(steps, torch.cat([weight @ x[i : i + 1].clone() for i in range(9)]))
+        assert torch.equal(steps.transpose(0, 2), prompt)
+        for low, end in ((0, 1), (1, 4), (4, 9)):
+            assert torch.equal(prompt[:, :, low:end], weight @ x[low:end].transpose(0, 2).clone())
+    torch.testing.assert_close(steps.double(), weight.double() @ x.double(), atol=1e-4, rtol=1e-5)
+
+
 def test_numerics_tell_apart_how_bf16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels._load.cache_clear()
     found = kernels.load()

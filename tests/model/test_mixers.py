@@ -10,7 +10,8 @@ from flexengine.errors import UnsupportedModel
 from flexengine.kernels.paged import PromptPieces
 from flexengine.model.adapters import mamba
 from flexengine.model.forward import PausingLayer
-from flexengine.model.mixers import Field, PausingMixer, Peak, StateRecords, StateView, refuse_others
+from flexengine.model.mixers import Field, PausingMixer, StateRecords, StateView, refuse_others
+from flexengine.model.peak import Peak
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 5), st.integers(1, 3))

@@ -67,7 +67,7 @@ def test_tiers_book_a_record_for_each_sequence() -> None:
 
 def test_decode_steps_move_the_temporary_tensors_of_modules() -> None:
     plain, work, policy = hybrid(), Workload({(100, 20): 12}), Policy(4, 3)
-    told = [predicted(replace(plain, mixing=(0, 0, n, 1)), work, policy, FLAT).busy["device"] for n in (0, 10**7)]
+    told = [predicted(replace(plain, mixing=(0, 0, 0, 1, n)), work, policy, FLAT).busy["device"] for n in (0, 10**7)]
     assert told[1] - told[0] == pytest.approx(12 * 19 * 6 * 2 * 10**7 / FLAT.elementwise)
 
 

@@ -123,6 +123,8 @@ def model_facts(model: str) -> dict[str, Any]:
     with torch.no_grad():
         config = load_config(source.directory, weights=not bare)
         skeleton = build_from(config, source.directory, torch.float32)
+        if skeleton.mixing:
+            resolve_name("flexengine.model.state_kernels:use_kernels")(skeleton, kernels.load())
         layers = pausing_layers(skeleton.model)
         native = sum(layer.native is not None and layer.native.kind.proven() for layer in layers)
     tensors = {} if bare else read_checkpoint(source.directory, source.given)

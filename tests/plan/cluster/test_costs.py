@@ -21,7 +21,7 @@ TINY = opt(6, 512, 8)
 # Layers with a state, with attention, and with both.
 HYBRID = replace(
     TINY, windows=(NO_ATTENTION, None, NO_ATTENTION, None, NO_ATTENTION, None), states=(8192, 0, 8192, 4096, 8192, 0),
-    mixing=(0, 0, 10**6, 8), grain=4,
+    mixing=(0, 0, 10**6, 8, 10**6), grain=4,
 )  # fmt: skip
 
 

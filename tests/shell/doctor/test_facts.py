@@ -15,9 +15,11 @@ import psutil
 import pytest
 import torch
 from transformers.models.beam.configuration_beam import BeamConfig
+from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 
 from flexengine import kernels
 from flexengine.kernels import build
+from flexengine.kernels.cpu import NativeKernels
 from flexengine.measure import links, store
 from flexengine.shell.doctor import probe
 from flexengine.shell.doctor.machine import (
@@ -311,6 +313,14 @@ def test_layers_of_a_model(families: Any, tmp_path: Path) -> None:
     assert all("layers run as modules of transformers" in text for text in found["as_modules"])
     assert sum(int(text.split()[0]) for text in found["as_modules"]) == 4
     assert "error" in probe.facts(tmp_path, [], measure=False, model="no/such-model")["model"]
+
+
+def test_modules_with_states(tmp_path: Path) -> None:
+    """The words of a job that computes in fp32 on a CPU."""
+    tiny_config(Lfm2Config).save_pretrained(tmp_path)
+    found = probe.model_facts(str(tmp_path))["as_modules"]
+    words = ", which kernels change" if isinstance(kernels.load(), NativeKernels) else ""
+    assert any(text.endswith(f"they keep a state beside keys and values{words}") for text in found)
 
 
 def test_stored_rates(own_cache: Path) -> None:
