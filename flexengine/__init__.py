@@ -3,6 +3,7 @@
 The names in `__all__` are public. All others are internal, and may change in any version.
 """
 
+import gc
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +77,22 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, so that `import flexengine` and `--help` stay quick."""
+    """Import a public name on first use, so that `import flexengine` and `--help` stay quick.
+
+    Garbage collection is off meanwhile: the collector would traverse all objects that torch and transformers define,
+    find no garbage, and take a quarter of the import's time.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'flexengine' has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(f"flexengine.{_HOMES.get(name, 'errors')}"), name)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        value = globals()[name] = getattr(import_module(f"flexengine.{_HOMES.get(name, 'errors')}"), name)
+    finally:
+        if collecting:
+            gc.enable()
     return value
 
 

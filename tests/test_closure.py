@@ -88,3 +88,23 @@ def test_what_doors_name_exists() -> None:
     assert len(named) > 10
     for name in sorted(named):
         assert resolve_name(name) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [False, True])
+def test_the_collector_does_not_look_at_what_libraries_define(command: bool) -> None:
+    """Not while they are imported; in commands, not later either. A program's own objects are collected as before."""
+    opened = "from flexengine.shell.commands.openers import load_libraries; load_libraries()"
+    code = f"""
+import gc, weakref, flexengine
+class Node: pass
+node = Node()
+node.itself, seen = node, weakref.ref(node)
+collections = gc.get_stats()[2]["collections"]
+{opened if command else "flexengine.Engine"}
+print(gc.get_stats()[2]["collections"] - collections, gc.get_freeze_count() > 100_000, gc.get_freeze_count() == 0)
+del node
+gc.collect()
+print(gc.isenabled(), seen() is None)"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert out.stdout.split() == ["0", str(command), str(not command), "True", str(not command)], out.stderr

@@ -44,10 +44,9 @@ REPLICAS = "flexengine.guests.replicas.client:Replicas"
 TURNS_WORKER = "flexengine.guests.replicas.worker:TurnsWorker"
 PREPARE_SKIPS = "flexengine.guests.replicas.skips:prepare_skips"
 SPAWN = "start processes by multiprocessing.get_context('spawn') and open an Engine in each"
-# Limits for weights that stay in the page cache (worker/in_place.py): rows of a product in decode, how often the decode
-# sweeps of an engine's jobs read all weights, and bytes of these. Copies take 0.45 s per GB, and save 3 ms per GB read
-# by one row.
-FEW_ROWS, FEW_SWEEPS, MANY_BYTES = 4, 128, 256 << 20
+# Limits for weights that stay in the page cache (worker/in_place.py): how often the decode sweeps of an engine's jobs
+# read all weights, and bytes of these. Copies take 0.45 s per GB, and save 3 ms per GB read by one row.
+FEW_SWEEPS, MANY_BYTES = 128, 256 << 20
 _openers = set[int]()  # processes that opened a model: this one, and those that it was forked from
 
 
@@ -270,7 +269,7 @@ class Core:
                 attenders[place] = resolve_name(ATTENDER)(place)(cache, self.dtype)
                 undo.callback(attenders[place].close)
             weights = self.resident_weights(layout, tokens)
-            if load_first:
+            if not weights.arrived and (load_first or weights.in_place):  # little is left to read
                 weights.load_all_resident()
             on_demand = None
             if self.lossy.flash:
@@ -303,16 +302,11 @@ class Core:
         return self._weights
 
     def _sweeps_in_place(self, policy: Policy, tokens: int) -> float:
-        """Return how often a job reads all weights in decode; infinite if they must not stay in the page cache.
-        Products of few rows wait for memory, so few sweeps lose less time by weights that are not reordered than copies
-        take. tokens: that the job generates."""
+        """Return how often a job reads all weights in decode; infinite if they must not stay in the page cache."""
         fits = self.machine.kind == "cpu" and self.dtype == torch.float32 and self.facts.stored_bytes >= MANY_BYTES
         if not fits or not isinstance(self.machine.disk, DiskTier):
             return math.inf
-        block = policy.block_size
-        shares = [self.facts.active / t.experts for t in self.facts.experts]  # of tokens that an expert computes
-        rows, read = block * min([1.0, *shares]), min([1.0, *(1 - (1 - share) ** block for share in shares)])
-        return tokens / block * read if rows <= FEW_ROWS else math.inf
+        return float(resolve_name("flexengine.worker.in_place:decode_sweeps")(self.facts, policy.block_size, tokens))
 
     def traffic(self) -> dict[str, int]:
         """Return bytes moved by link since the engine began, without reads of resident weights."""

@@ -97,11 +97,17 @@ class Routing(NamedTuple):
 
 
 class Apart:
-    """Matrices of experts that do not follow each other in memory. matrices: by place, contiguous, of one shape."""
+    """Matrices of experts that do not follow each other in memory. pieces: by place, contiguous, of one shape; several
+    of these if the rows of each matrix are in so many pieces, in order."""
 
-    def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self.matrices = tuple(matrices)
-        self.addresses = np.array([x.data_ptr() for x in matrices], dtype=np.int64)
+    def __init__(self, *pieces: Sequence[Tensor]) -> None:
+        self.pieces = [tuple(piece) for piece in pieces]
+        self.addresses = [np.array([x.data_ptr() for x in piece], dtype=np.int64) for piece in pieces]
+
+    def matrix(self, place: int) -> Tensor:
+        """Return a matrix; a copy if it is in several pieces."""
+        parts = [piece[place] for piece in self.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Stacked(NamedTuple):
@@ -113,24 +119,35 @@ class Stacked(NamedTuple):
     form: Form | None  # of encoded matrices; its products are steps
     across: bool = False
     packed: bool = False  # whether plain matrices are reordered, each as by base.Kernels.pack
-    apart: "Apart | None" = None  # matrices that are anywhere in memory, instead of `weight`
+    # Matrices that are anywhere in memory, instead of `weight`; in several pieces only if they are not `across`.
+    apart: "Apart | None" = None
 
     @property
     def format(self) -> tuple[Any, ...]:
         """All that a recorded call depends on."""
         shape = self.weight.shape[1:], self.weight.stride(), self.weight.dtype
-        return *shape, self.bias is None, self.form, self.across, self.packed
+        pieces = tuple(len(x) for x in self.firsts) if self.apart and len(self.apart.pieces) > 1 else ()
+        return *shape, self.bias is None, self.form, self.across, self.packed, pieces
 
     @property
-    def first(self) -> Tensor:
-        """The matrix of place 0."""
-        return self.apart.matrices[0] if self.apart else self.weight[0]
+    def firsts(self) -> list[Tensor]:
+        """The pieces of the matrix of place 0."""
+        return [piece[0] for piece in self.apart.pieces] if self.apart else [self.weight[0]]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What calls read. With `apart`, the first is the matrix of place 0."""
-        weight = self.apart.matrices[0][None] if self.apart else self.weight
-        return (weight,) if self.bias is None else (weight, self.bias)
+        """What calls read. With `apart`, the first are the pieces of the matrix of place 0."""
+        weights = [x[None] for x in self.firsts] if self.apart else [self.weight]
+        return (*weights,) if self.bias is None else (*weights, self.bias)
+
+
+class Bound(NamedTuple):
+    """Where the matrices of a layer are."""
+
+    experts: int
+    addresses: list[int]  # of `Stacked.tensors`
+    table: int  # address of Experts.tables; 0 if all matrices follow each other
+    kept: Any  # what must stay in memory
 
 
 class ExpertMemory:
@@ -202,17 +219,8 @@ class ExpertCall:
             found = [entry for entry in own if entry is not None]
             addresses += found
             at_rows, at_threads = type(call).rows.offset, getattr(type(call), "threads", None)
-            calls.append(
-                ExpertStep(
-                    at,
-                    size := ctypes.sizeof(call),
-                    len(found),
-                    at_rows,
-                    -1 if at_threads is None else at_threads.offset,
-                    kind,
-                    kind in _WHOLE,
-                )
-            )
+            threads, size = -1 if at_threads is None else at_threads.offset, ctypes.sizeof(call)
+            calls.append(ExpertStep(at, size, len(found), at_rows, threads, kind, kind in _WHOLE))
             texts.append(bytes(call))
             at += size
         self._text = ctypes.create_string_buffer(b"".join(texts))
@@ -258,36 +266,38 @@ class ExpertCall:
         if bad := self._run(ctypes.addressof(call)):
             raise IndexError(f"a router chose expert {int(chosen.view(-1)[bad - 1])} of {experts}")
 
+    def bound(self, matrices: Sequence[Stacked]) -> Bound:
+        """Return where a layer's matrices are, for `placed`. Arguments as for `run`."""
+        table, experts = None, len(matrices[0].weight)
+        if any(matrix.apart for matrix in matrices):
+            _fill_table(table := np.zeros((len(self._bases), experts), dtype=np.int64), matrices)
+        addresses = [x.data_ptr() for matrix in matrices for x in matrix.tensors]
+        return Bound(experts, addresses, 0 if table is None else table.ctypes.data, (matrices, table))
+
     def placed(
-        self, layers: Sequence[Sequence[Stacked]], x: Tensor, chosen: Tensor, shares: Tensor, out: Tensor
+        self, layers: Sequence[Bound], x: Tensor, chosen: Tensor, shares: Tensor, out: Tensor
     ) -> tuple[Any, tuple[Any, ...]]:
         """Return an array of struct Experts, a row for each layer, which write to `out`, and what they refer to.
 
         Args:
-            layers: the matrices of each layer, as for `run`.
+            layers: what `bound` has returned for each layer.
             x, chosen, shares, out: as for `run`.
         """
-        given, experts = len(self._bases) - len(self._row_bytes), len(layers[0][0].weight)
+        given, experts = len(self._bases) - len(self._row_bytes), layers[0].experts
         call, offsets, needed = self._planned(len(x), chosen.shape[1], experts, torch.get_num_threads())
         memory = self._memory.take(needed)
         start = -(-memory.data_ptr() // ALIGNED) * ALIGNED
         bases = np.empty((len(layers), len(self._bases)), dtype=np.int64)
         bases[:, given:] = start + offsets[:-1]
-        bases[:, :given] = [[x.data_ptr() for matrix in layer for x in matrix.tensors] for layer in layers]
+        bases[:, :given] = [layer.addresses for layer in layers]
         call.x, call.x_row, call.out, call.fresh = x.data_ptr(), x.stride(0), out.data_ptr(), True
         call.chosen, call.shares, call.places, call.tables = chosen.data_ptr(), shares.data_ptr(), None, None
         call.memory = start + int(offsets[-1])
         call.inputs, call.outputs = (start + int(offsets[i]) for i in (self._input, self._output))
         rows = np.tile(np.frombuffer(bytes(call), dtype=np.int64), (len(layers), 1))
-        number = np.arange(len(layers))
-        rows[:, Experts.bases.offset // 8] = bases.ctypes.data + number * bases.strides[0]
-        tables = np.zeros((0, 0, 0), dtype=np.int64)
-        if any(matrix.apart for layer in layers for matrix in layer):
-            tables = np.zeros((len(layers), len(self._bases), experts), dtype=np.int64)
-            for table, layer in zip(tables, layers, strict=True):
-                _fill_table(table, layer)
-            rows[:, Experts.tables.offset // 8] = tables.ctypes.data + number * tables.strides[0]
-        return rows, (bases, tables, memory)
+        rows[:, Experts.bases.offset // 8] = bases.ctypes.data + np.arange(len(layers)) * bases.strides[0]
+        rows[:, Experts.tables.offset // 8] = [layer.table for layer in layers]
+        return rows, (bases, layers, memory)
 
     def _planned(self, tokens: int, top: int, experts: int, threads: int) -> tuple[Any, Any, int]:
         """Return an Experts without addresses of tensors, where rows and the call's own memory begin in a block, and
@@ -331,8 +341,10 @@ def _fill_table(table: Any, matrices: Sequence[Stacked]) -> None:
     """Write the addresses of matrices that do not follow each other. table: int64 [bases, experts]."""
     number = 0
     for matrix in matrices:
-        table[number] = matrix.apart.addresses if matrix.apart else 0
-        number += len(matrix.tensors)
+        own = matrix.apart.addresses if matrix.apart else [0]
+        for piece, addresses in enumerate(own):
+            table[number + piece] = addresses
+        number += len(own) + (matrix.bias is not None)
 
 
 def _capacity(tokens: int, top: int, row_bytes: int) -> int:
@@ -342,10 +354,17 @@ def _capacity(tokens: int, top: int, row_bytes: int) -> int:
 
 
 def _product(steps: Steps, x: Tensor, matrix: Stacked, compute: base.Compute | None) -> Tensor:
-    weight, bias = matrix.first, None if matrix.bias is None else matrix.bias[0]
+    (weight, *rest), bias = matrix.firsts, None if matrix.bias is None else matrix.bias[0]
     if matrix.form is not None:
         return steps.product(x, weight, matrix.form, bias, compute)
     rounding: base.Compute | None = "bf16" if compute == "bf16" and weight.dtype == torch.bfloat16 else None
+    if rest:
+        out = steps.new((1, matrix.weight.shape[1]))
+        parts = out.split_with_sizes([len(piece) for piece in (weight, *rest)], dim=1)
+        biases = [None] * len(parts) if bias is None else bias.split_with_sizes([part.shape[1] for part in parts])
+        for piece, own, part in zip((weight, *rest), biases, parts, strict=True):
+            steps.linear(x, piece, own, rounding, out=part)
+        return out
     if not matrix.across:
         return steps.linear(x, weight, bias, rounding, packed=matrix.packed)
     if rounding:

@@ -5,6 +5,7 @@ passes that are watched) is computed one expert after the other, in the same ord
 """
 
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -15,10 +16,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from flexengine import kernels
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.cuda import has_grouped_product
-from flexengine.kernels.experts import ExpertCall, ExpertGate, ExpertMemory, Stacked
+from flexengine.kernels.experts import Bound, ExpertCall, ExpertGate, ExpertMemory, Stacked
 from flexengine.kernels.structs import CODES
 from flexengine.model.forward import Rows, pause
-from flexengine.model.gates import find_gate
+from flexengine.model.gates import find_gate, gate_settings
 from flexengine.model.linear import Product, unwatched
 
 EXPERTS, GROUPED = "flexengine", "grouped_mm"
@@ -31,6 +32,7 @@ class _Calls(NamedTuple):
     """The native calls of a model, and the memory that they share."""
 
     formats: dict[Any, ExpertCall]  # by format of the experts
+    gates: dict[Any, ExpertGate | None]  # by kernels and settings of modules
     memory: ExpertMemory
 
 
@@ -83,6 +85,7 @@ class NativeExperts(NamedTuple):
 
     call: ExpertCall
     matrices: tuple[Stacked, Stacked]  # of the first and of the last product
+    bound: Bound  # where they are
 
     def add(
         self,
@@ -113,9 +116,10 @@ def placed(
     """Return the address of a struct Experts for each layer, and what must stay in memory. Other arguments as of
     NativeExperts.add; contiguous."""
     addresses, kept = [0] * len(layers), list[Any]()
-    for call in {id(layer.call): layer.call for layer in layers}.values():
-        own = [number for number, layer in enumerate(layers) if layer.call is call]
-        rows, more = call.placed([layers[number].matrices for number in own], hidden, chosen, weights, out)
+    kinds = [(layer.call, layer.bound.experts) for layer in layers]  # layers of one kind are placed together
+    for kind in dict.fromkeys(kinds):
+        own = [number for number, other in enumerate(kinds) if other == kind]
+        rows, more = kind[0].placed([layers[number].bound for number in own], hidden, chosen, weights, out)
         kept += [rows, more]
         for place, number in enumerate(own):
             addresses[number] = rows.ctypes.data + place * rows.strides[0]
@@ -132,7 +136,7 @@ def native_experts(module: Any, hidden: Tensor) -> NativeExperts | None:
     names, packed, forms = _names(module), own.get("packed", ()), getattr(module, "forms", {})
     bound = [module._parameters.get(part) for name in names for part in (name, f"{name}_bias")]
     now = (native, *bound, product.compute, *map(forms.get, names), *(name in packed for name in names))
-    if (kept := _kept.get(module)) is None or any(a is not b for a, b in zip(kept[0], now, strict=True)):
+    if (kept := _kept.get(module)) is None or not all(map(is_, kept[0], now)):
         with unwatched():
             kept = _kept[module] = now, _native(module, native, product)
     return kept[1]
@@ -144,19 +148,28 @@ def _names(module: Any) -> tuple[str, str]:
 
 
 def _native(module: Any, native: NativeKernels, product: Product) -> NativeExperts | None:
+    if (calls := _calls.get(product)) is None:
+        calls = _calls[product] = _Calls({}, {}, ExpertMemory())
     own = module.__dict__
     if "native_gate" not in own:
-        own["native_gate"] = None if _has_norm(module) else find_gate(module, native)
+        own["native_gate"] = None if _has_norm(module) else _gate(module, native, calls)
     gate: ExpertGate | None = own["native_gate"]
     first, last = (_stacked(module, name) for name in _names(module))
     if gate is None or first is None or last is None:
         return None
-    if (calls := _calls.get(product)) is None:
-        calls = _calls[product] = _Calls({}, ExpertMemory())
     key = (first.format, last.format, gate, product.compute, native)
     if (call := calls.formats.get(key)) is None:
         call = calls.formats[key] = ExpertCall(native, first, gate, last, product.compute, calls.memory)
-    return NativeExperts(call, (first, last))
+    return NativeExperts(call, (first, last), call.bound((first, last)))
+
+
+def _gate(module: Any, native: NativeKernels, calls: _Calls) -> ExpertGate | None:
+    """Return what `find_gate` does, which modules of equal settings call once."""
+    if (settings := gate_settings(module)) is None:
+        return find_gate(module, native)
+    if (key := (native, settings)) not in calls.gates:
+        calls.gates[key] = find_gate(module, native)
+    return calls.gates[key]
 
 
 def _has_norm(module: Any) -> bool:
@@ -222,7 +235,7 @@ def add_expert(
 
 def _one(module: Any, x: Tensor, name: str, expert: int, row: int) -> Tensor:
     apart, form = module.__dict__.get("apart", {}).get(name), getattr(module, "forms", {}).get(name)
-    weight = getattr(module, name)[row] if apart is None else apart.matrices[row]
+    weight = getattr(module, name)[row] if apart is None else apart.matrix(row)
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     if watch := module.__dict__.get("watch"):  # see encoding.ImportanceRecorder
         watch[name](expert, x)

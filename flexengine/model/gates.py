@@ -11,6 +11,10 @@ from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.experts import ExpertGate, gated
 
 _FAR, _STEP = 1e6, 0.0625  # a number beyond all limits; a step of `up` below them
+_MATRICES = {"gate_up_proj", "up_proj", "down_proj"}  # parameters of experts that gates do not read
+_NUMBERS = {"layer_idx", "layer_id"}  # attributes that have the number of a layer
+_OURS = {"apart", "block", "by_rows", "forms", "packed"}  # attributes that tell the engine where matrices are
+_TORCH = {*vars(torch.nn.Module())} - {"training"}  # attributes that all modules have
 _ACTS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "sigmoid": lambda x, alpha: x * torch.sigmoid(alpha * x),
     "tanh": lambda x, _: torch.nn.functional.gelu(x, approximate="tanh"),
@@ -33,6 +37,29 @@ def find_gate(module: Any, kernels: NativeKernels) -> ExpertGate | None:
     except Exception:  # code of any model
         return None
     return gate if all(_close(gated(kernels, gate, x), wanted) for x, wanted in pairs) else None
+
+
+def gate_settings(module: Any) -> tuple[Any, ...] | None:
+    """Return what the gates of the experts of one model may differ by; None if it may be numbers of parameters, the
+    number of a layer, or a hook."""
+    if module.has_gate:
+        code = getattr(module._apply_gate, "__code__", None)
+        if code is None or _NUMBERS & {*code.co_names, *code.co_consts}:
+            return None
+    names = {name.removesuffix("_bias") for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if not names <= _MATRICES:
+        return None
+    settings = list[Any]()
+    for path, part in module.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks:
+            return None
+        settings += [path, type(part)]
+        for name, x in vars(part).items():
+            if name in _TORCH | _OURS | _NUMBERS:
+                continue
+            plain = isinstance(x, bool | int | float | str | None)
+            settings.append((name, x if plain else repr(x) if isinstance(x, dict | list | tuple | set) else id(x)))
+    return tuple(settings)
 
 
 def _apply(module: Any, x: Tensor) -> Tensor:

@@ -4,17 +4,13 @@ A watchdog reports tasks that last. `shortage` finds out-of-memory errors among 
 """
 
 import contextlib
-import errno
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-
-import torch
+from pkgutil import resolve_name
 
 from flexengine.activity import messenger
-from flexengine.errors import OutOfMemory, size
-from flexengine.places import place_of
+from flexengine.errors import size
 from flexengine.runtime.lane import Done, LaneRunner, forget_variables, new_lane
 from flexengine.runtime.trace import Note, TaskTimes
 from flexengine.schedule.edges import Edges
@@ -69,6 +65,8 @@ class Watchdog:
         self.awaited: Task | None = None
         self._last = 0.0  # progress, in seconds of time.perf_counter
         self._begun: dict[str, tuple[Task, float]] = {}  # by lane: its task, and when it began
+        self._watched: tuple[bool, TaskTimes | None] = False, None  # whether, and the argument of, `watching`
+        self._looks = threading.Lock()  # held while `look` runs
 
     def progress(self) -> None:
         """Note that a task has ended now."""
@@ -86,11 +84,22 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self, times: TaskTimes | None = None) -> Iterator[None]:
-        """Watch from a thread of its own while the block runs. times: counts the cells for `look`."""
+        """Watch while the block runs, and wait for a call of `look` then. times: counts the cells for `look`."""
         self.awaited = None
         self.progress()
+        self._watched = True, times
+        try:
+            yield
+        finally:
+            self._watched = False, None
+            if self._looks.acquire(timeout=_PATIENCE_SECONDS):
+                self._looks.release()
+
+    @contextlib.contextmanager
+    def thread(self) -> Iterator[None]:
+        """Let a thread watch in all `watching` of the block: to start one for each sweep would take 0.3 ms."""
         over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(over, times), name="flexengine-watchdog", daemon=True)
+        thread = threading.Thread(target=self._watch, args=(over,), name="flexengine-watchdog", daemon=True)
         thread.start()
         try:
             yield
@@ -98,12 +107,16 @@ class Watchdog:
             over.set()
             thread.join(_PATIENCE_SECONDS)
 
-    def _watch(self, over: threading.Event, times: TaskTimes | None) -> None:
-        quiet, look = QUIET_SECONDS, self.look if times is not None else None
-        while not over.wait(QUIET_SECONDS / 4 if look is None else min(QUIET_SECONDS / 4, _LOOK_SECONDS)):
-            if look is not None and times is not None:
-                with contextlib.suppress(Exception):  # the main thread meets a listener's error, too
-                    look(times.cells)
+    def _watch(self, over: threading.Event) -> None:
+        quiet = QUIET_SECONDS
+        while not over.wait(QUIET_SECONDS / 4 if self.look is None else min(QUIET_SECONDS / 4, _LOOK_SECONDS)):
+            watched, times = sweep = self._watched
+            if not watched:
+                continue
+            if (look := self.look) is not None and times is not None:
+                with contextlib.suppress(Exception), self._looks:  # the main thread meets a listener's error, too
+                    if self._watched is sweep:
+                        look(times.cells)
             silent = time.perf_counter() - self._last
             if silent < QUIET_SECONDS:
                 quiet = QUIET_SECONDS
@@ -141,18 +154,23 @@ class Executor:
     def __enter__(self) -> "Executor":
         self._ended = False
         end_idle_threads()  # lanes compute, not this thread; an inline lane starts them again
+        self._thread = self.watchdog.thread()
+        self._thread.__enter__()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         self._ended = True
         failures: list[Exception] = []
-        for lane in self.lanes.values():
-            try:
-                lane.close()
-            except Exception as unclosed:  # the threads of the other lanes must end, too
-                failures.append(unclosed)
-        self.lanes, self.edges = {}, Edges()
-        self.times.count()
+        try:
+            self._thread.__exit__(None, None, None)
+        finally:  # also after an interrupt
+            for lane in self.lanes.values():
+                try:
+                    lane.close()
+                except Exception as unclosed:  # the threads of the other lanes must end, too
+                    failures.append(unclosed)
+            self.lanes, self.edges = {}, Edges()
+            self.times.count()
         for failure in failures:
             if error is None:
                 raise failure
@@ -206,13 +224,6 @@ class Executor:
         self.times.add(task, began, lane.mark())
 
 
-_UNITS = {"bytes": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB|B)\b", re.IGNORECASE)
-# Texts of out-of-memory errors that torch raises as plain RuntimeError.
-_IN_RAM = ("DefaultCPUAllocator",)
-_ON_GPU = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "STATUS_ALLOC_FAILED")
-
-
 class Shortage(Exception):
     """A job ran out of memory in a tier: device, host, or an attention worker. what: data or computation that needed
     the memory. needed: bytes requested; 0 if the error does not state them."""
@@ -224,39 +235,6 @@ class Shortage(Exception):
 
 
 def shortage(error: BaseException, gpu: bool) -> Shortage | None:
-    """Return the Shortage that `error` reports; None for other errors, and for a full disk.
-
-    The variables of ended frames in the error's traceback are cleared, to free their tensors.
-
-    Args:
-        error: any error of a job; a TaskFailed names the task that ran out of memory.
-        gpu: whether the compute device is a GPU; RAM is then the host tier, else the device tier.
-    """
-    ram, what = "host" if gpu else "device", "the job's regions"
-    cause = error
-    if isinstance(error, TaskFailed):
-        cause, what = error.cause, str(error.task)
-    if isinstance(cause, OutOfMemory):
-        # CPU kernels report tier "device" for RAM even if RAM is the host tier. Their errors have no capacity, unlike a
-        # ledger's, and torch's GPU allocator raises another type, so this case is unambiguous.
-        tier = cause.tier if cause.capacity or cause.tier != "device" else ram
-        result = None if place_of(tier).disk else Shortage(tier, cause.what, cause.needed)
-    elif isinstance(cause, torch.OutOfMemoryError) or _says(cause, _ON_GPU):
-        result = Shortage("device", what, _requested(cause))
-    elif isinstance(cause, MemoryError) or _says(cause, _IN_RAM) or getattr(cause, "errno", None) == errno.ENOMEM:
-        result = Shortage(ram, what, _requested(cause))
-    else:
-        result = None
-    if result is not None:
-        forget_variables(error)
-    return result
-
-
-def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-
-
-def _requested(error: BaseException) -> int:
-    """Return the bytes of the allocation that failed; 0 if the message does not state them."""
-    match = _REQUESTED.search(str(error))
-    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    """Return what `runtime.shortages.shortage_of` returns; its code is loaded after errors only."""
+    found: Shortage | None = resolve_name("flexengine.runtime.shortages:shortage_of")(error, gpu)
+    return found

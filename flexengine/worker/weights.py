@@ -1,6 +1,6 @@
 """Weights of a job: resident ones are read once, streamed ones pass through slots, the head in chunks of rows."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pkgutil import resolve_name
@@ -55,13 +55,14 @@ class Weights:
         self._pieces: dict[str, Pieces] = {}  # by name, on the tensor's tier
         self._resident: dict[str, Tensor] = {}
         self._pairs: dict[str, tuple[int, int]] = {}  # by name, `Origin.pairs`
-        self._own: Mapping[str, InPlace] = {}  # by name, weights that stay where they are
+        self._own = dict[str, "InPlace"]()  # by name, weights that stay where they are
+        placing: Mapping[str, Callable[[], InPlace]] = {}
         if in_place:
             find = resolve_name("flexengine.worker.in_place:find_in_place")
-            self._own = find(skeleton, layout, self._stored, self._held)
+            placing = find(skeleton, layout, self._stored, self._held)
         try:
             self.arrivals = ResidentReads(machine, self._regions, layout)
-            self._make_room()
+            self._make_room(placing)
         except BaseException:  # also an interrupt: the memory must not stay booked
             self._regions.free()
             raise
@@ -135,7 +136,7 @@ class Weights:
             for unit in self.arrivals.units:
                 self.load_resident(unit)
 
-    def _make_room(self) -> None:
+    def _make_room(self, placing: "Mapping[str, Callable[[], InPlace]]") -> None:
         """Allocate every tensor except those on the first disk, which stay in the checkpoint."""
         units = {name: j for j, layer in enumerate(self.skeleton.layers) for name in layer}
         first, head = 0, len(self.skeleton.layers)
@@ -153,10 +154,11 @@ class Weights:
             unit = head if name == self.skeleton.head[0] != self.skeleton.embedding[0] else units.get(name, first)
             dtype = self._held[name] if tier == "device" else stored.dtype
             nbytes = stored.nbytes // stored.dtype.itemsize * dtype.itemsize
-            if name in self._own:
+            if name in placing:
                 self._regions.keep_room(tier, aligned(nbytes), "weights")
                 self.arrivals.kept_bytes += nbytes
-                self._pieces[name], self._resident[name] = source, _parameter(self._own[name].tensor)
+                self._own[name] = own = placing[name]()  # copies some matrices
+                self._pieces[name], self._resident[name] = source, _parameter(own.tensor)
                 continue
             region = self._regions.take(tier, nbytes, "weights", dtype)
             self._pieces[name] = [region]

@@ -211,13 +211,34 @@ def test_matrices_anywhere_in_memory(native: NativeKernels, bias: bool) -> None:
         assert torch.equal(run(ExpertCall(native, pair[0], SILU, pair[1], None), pair, x, chosen, shares), whole)
 
 
+@pytest.mark.parametrize(("dtype", "compute"), [
+    ("bfloat16", None), ("bfloat16", "bf16"), ("float32", None), ("float16", None),
+])  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+def test_matrices_in_pieces(native: NativeKernels, bias: bool, dtype: str, compute: base.Compute | None) -> None:
+    """Gates and ups in two files, or more pieces: the same bits as of whole matrices."""
+    up, down = (matrices(dtype, *shape, bias=bias)[0] for shape in ((96, 64), (64, 48)))
+    x, (chosen, shares) = torch.randn(50, 64), routed(50)
+    whole = run(ExpertCall(native, up, SILU, down, compute), (up, down), x, chosen, shares)
+
+    def cut(stacked: Stacked, *sizes: int) -> Stacked:
+        pieces = [[m.clone() for m in piece] for piece in stacked.weight.split(list(sizes), dim=1)]
+        return stacked._replace(weight=stacked.weight.to("meta"), apart=Apart(*pieces))
+
+    for pair in ((cut(up, 48, 48), down), (up, cut(down, 13, 50, 1)), (cut(up, 33, 63), cut(down, 32, 32))):
+        assert pair[0].format + pair[1].format != up.format + down.format
+        assert torch.equal(run(ExpertCall(native, pair[0], SILU, pair[1], compute), pair, x, chosen, shares), whole)
+        for stacked, own in zip(pair, (up, down), strict=True):
+            assert stacked.apart is None or torch.equal(stacked.apart.matrix(2), own.weight[2])
+
+
 def test_layers_after_each_other(native: NativeKernels) -> None:
     """Structs of several layers at once, with matrices that follow each other or do not; each gives what `run` does."""
     layers = [tuple(matrices("bfloat16", *shape, bias=False)[0] for shape in ((96, 64), (64, 48))) for _ in range(3)]
     layers[1] = (anywhere(layers[1][0]), layers[1][1])
     call, x, (chosen, shares) = ExpertCall(native, *_with_gate(layers[0])), torch.randn(9, 64), routed(9)
     expected, out = [run(call, layer, x, chosen, shares) for layer in layers], torch.full((9, 64), torch.nan)
-    rows, kept = call.placed(layers, x, chosen, shares, out)
+    rows, kept = call.placed([call.bound(layer) for layer in layers], x, chosen, shares, out)
     for row, wanted in zip(rows, expected, strict=True):
         native.run_items(np.array([[row.ctypes.data, MIXTURE, 1]]))
         assert torch.equal(out, wanted)

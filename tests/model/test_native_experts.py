@@ -5,15 +5,17 @@ from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.experts import ExpertGate, ExpertMemory
+from flexengine.kernels.experts import ExpertGate, ExpertMemory, Experts
 from flexengine.model import experts, gates
 from flexengine.model.gates import find_gate
 from flexengine.model.linear import Product, use_product
+from flexengine.model.router import MIXTURE
 from flexengine.model.skeleton import ParamRef
 from flexengine.plan.sizes import EXPERTS_KEPT
 from flexengine.worker import resident
@@ -108,6 +110,49 @@ def test_other_gates_are_computed_one_by_one(gate: Any) -> None:
     assert experts.native_experts(module, x) is None
     expected = own(x.double(), chosen, shares.double())
     torch.testing.assert_close(module(x, chosen, shares).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+class OfLayer(nn.Module):
+    """A gate that depends on the number of its layer."""
+
+    has_gate, layer_idx = True, 3
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        return x * self.layer_idx
+
+
+def test_gates_with_other_settings_are_probed_on_their_own() -> None:
+    """A list, a dict, a hook or a layer's number may make the gates of two layers differ."""
+    (module, _), (other, _) = (made("mixtral.modeling_mixtral:MixtralExperts") for _ in range(2))
+    other.config, other.__dict__["product"] = module.config, module.product
+    known = gates.gate_settings(module)
+    assert known is not None
+    module.__dict__["by_rows"], other.__dict__["packed"], other.layer_idx = (3, ["up"]), {"up"}, 3
+    assert gates.gate_settings(module) == gates.gate_settings(other) == known
+    for value in ([1.5], (1.5,), {"most": 1.5}, 1.5):
+        other.limits = value
+        assert gates.gate_settings(other) not in (known, None)
+    del other.limits
+    with_hook = other.act_fn.register_forward_hook(lambda *_: None)
+    assert gates.gate_settings(other) is None
+    with_hook.remove()
+    assert gates.gate_settings(other) == known
+    assert gates.gate_settings(OfLayer()) is None
+
+
+def test_layers_with_other_numbers_of_experts(native: NativeKernels) -> None:
+    """They share a call; the struct of each has its own number, and gives the module's result."""
+    layers = [made("mixtral.modeling_mixtral:MixtralExperts", num_local_experts=n)[0] for n in (TOP, EXPERTS, TOP)]
+    use_product(nn.ModuleList(layers), Product(torch.float32))
+    (x, _, shares), chosen, out = tokens(7), torch.tensor([[0, 1]] * 7), torch.full((7, HIDDEN), torch.nan)
+    natives = [experts.native_experts(layer, x) for layer in layers]
+    assert len({id(n.call) for n in natives if n is not None}) == 1
+    found, kept = experts.placed([n for n in natives if n is not None], x, chosen, shares, out)
+    assert [Experts.from_address(place).experts for place in found] == [TOP, EXPERTS, TOP]
+    for layer, place in zip(layers, found, strict=True):
+        native.run_items(np.array([[place, MIXTURE, 1]]))
+        assert torch.equal(out, layer(x, chosen, shares))
+    del kept
 
 
 def test_a_fault_of_the_kernels_is_no_other_gate(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,50 @@ def test_nobody_is_told_of_silence_between_sweeps(monkeypatch: Any) -> None:
     until(lambda: not [thread for thread in threading.enumerate() if thread.name == "flexengine-watchdog"])
 
 
+def test_a_sweep_ends_after_the_call_of_a_look_that_is_under_way(monkeypatch: Any) -> None:
+    """So that the caller reads what `look` writes from one thread at a time."""
+    watched(monkeypatch)
+    monkeypatch.setattr(execute, "_PATIENCE_SECONDS", PATIENCE)
+    looking, gate, ended = threading.Event(), threading.Event(), list[str]()
+
+    def look(cells: int) -> None:
+        looking.set()
+        assert gate.wait(PATIENCE)
+        ended.append("look")
+
+    def work() -> None:
+        with Executor(lambda task: until(looking.is_set), "inline") as executor:
+            executor.watchdog.look = look
+            executor.run(Program([()] * 2, 1, 2, DIRECT).sweep(0, uniform(1), False))
+            ended.append("run")
+            executor.watchdog.look = None
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    until(looking.is_set)
+    time.sleep(0.1)
+    assert not ended
+    gate.set()
+    thread.join(PATIENCE)
+    assert ended[0] == "look"
+    assert ended[-1] == "run"
+
+
+def test_lanes_end_if_the_wait_for_the_watchdog_is_interrupted(monkeypatch: Any, left_threads: Any) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        with Executor(lambda task: None, "thread") as executor:
+            executor.run(Program([("disk",)] * 2, 1, 2, DIRECT).sweep(0, uniform(1), False))
+            (own,) = [thread for thread in threading.enumerate() if thread.name == "flexengine-watchdog"]
+            monkeypatch.setattr(own, "join", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert not left_threads()
+
+
 def test_an_error_in_a_load_ahead_surfaces_in_the_sweep_that_needs_it() -> None:
     gate, loads = threading.Event(), list[Task]()
 

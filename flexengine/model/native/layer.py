@@ -14,7 +14,9 @@ weights and pages are at hand. native/recognise.py tells which layers compute so
 passes that watch or replace modules use the modules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import is_
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, cast
 
@@ -70,8 +72,9 @@ class NativeLayer:
         self._inside = [m for block in self.blocks for m in block.modules()]
         modules = [m for m in layer.modules() if m not in self._inside]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._forwards = [(m.__dict__, m.__dict__.get("forward")) for m in modules]
-        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        self._forwards = [m.__dict__ for m in modules], [m.__dict__.get("forward") for m in modules]
+        children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        self._children = (*zip(*children, strict=True),)  # dictionaries, keys and values
         # Whether the layer's output is the sum after attention plus the output of the block.
         self.adds = record.post[1] is None and record.closing[1] is None and record.factors[1] == 1.0
         self._linear: list[Any] = [module(path) for path in record.linear]
@@ -109,13 +112,14 @@ class NativeLayer:
     @property
     def _unchanged(self) -> bool:
         """Whether nothing watches or replaces the layer's modules."""
-        if any(self._hooks) or any(modules.get(name) is not child for modules, name, child in self._children):
+        if any(self._hooks) or not _same(*self._children):
             return False
         for module in self._linear:  # the class differs with records of neurons
             form = module.forms.get("weight")
             if type(module) not in (FastLinear, FastConv1D) or not (form is None or form.in_steps):
                 return False
-        return all(attributes.get("forward") is own for attributes, own in self._forwards)
+        attributes, own = self._forwards
+        return _same(attributes, repeat("forward"), own)
 
     def _given(self, positions: Any, tokens: int) -> list[Tensor]:
         """Return what projections get beside hidden states; see LayerSteps.projections."""
@@ -322,7 +326,7 @@ class NativeLayer:
         parameters = [holder[name] for holder, name in self._parameters]
         how = [(m.packed, m.product.compute) for m in self._linear]
         old = self._bound
-        if old and old.how == how and all(a is b for a, b in zip(parameters, old.parameters, strict=True)):
+        if old and old.how == how and all(map(is_, parameters, old.parameters)):
             return old
         biases: dict[nn.Module, Tensor | None]
         biases = {m: None if m.bias is None else m.bias.float() for m in self._linear}
@@ -368,6 +372,11 @@ class NativeLayer:
             router = self.mixture.router
             results.append(steps.linear(results[1], router.weight, router._parameters.get("bias")))
         return [*results, q, k, v, attended, *shared]
+
+
+def _same(holders: Sequence[Any], names: Iterable[str], values: Sequence[Any]) -> bool:
+    """Return whether dictionaries have these values at these keys, without a loop in Python."""
+    return all(map(is_, map(dict.get, holders, names), values))
 
 
 def release(model: Any) -> None:

@@ -21,7 +21,7 @@ from flexengine import kernels
 from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Inputs, Pass, PausingLayer, pausing_layers
-from flexengine.model.linear import FastConv1D, FastLinear, Product, use_product
+from flexengine.model.linear import FastConv1D, FastLinear, Product, unwatched, use_product
 from flexengine.model.native.describe import CLOSE, POSITIONS, LayerRecord, Undescribed, angle_pair
 from flexengine.model.native.fused import is_norm, settings_of
 from flexengine.model.native.kind import LayerKind, Scratch
@@ -272,7 +272,9 @@ class _Trial:
     def passes(self, record: LayerRecord) -> bool:
         """Return whether calls by the record compute the same as the modules, but for rounding."""
         try:
-            return all(self._alike(self._sized(record, size), record) for size in _WEIGHTS)
+            kind = LayerKind(record, lambda: True, Scratch())  # its router is probed once
+            with unwatched():  # a pass runs; numbers may be rounded otherwise here
+                return all(self._alike(self._sized(record, size), kind) for size in _WEIGHTS)
         except FlexError:
             raise
         except Exception:  # the record does not fit the layer
@@ -286,16 +288,16 @@ class _Trial:
             tensor.mul_(_WEIGHTS[0] / weights)
         return small
 
-    def _alike(self, own: nn.Module, record: LayerRecord) -> bool:
+    def _alike(self, own: nn.Module, kind: LayerKind) -> bool:
         ours = copy.deepcopy(own)
         use_product(ours, Product(torch.float32))
         run, positions = self.run(own)
-        native = NativeLayer(ours, run.event, self._width, LayerKind(record, lambda: True, Scratch()))
+        native = NativeLayer(ours, run.event, self._width, kind)
         found, _, result = _ran(lambda: native(run.x[None].clone(), positions)[1])
         one, two = run.event, found
         pairs = [(one.q * one.scale, two.q * two.scale), (one.v, two.v), (run.result, result[0])]
         # Positions of ALiBi are large numbers in a column of their own.
-        parts = (slice(-1), slice(-1, None)) if record.alibi else (slice(None),)
+        parts = (slice(-1), slice(-1, None)) if kind.record.alibi else (slice(None),)
         pairs += [(one.k[..., part], two.k[..., part]) for part in parts]
         return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < CLOSE for a, b in pairs)
 
