@@ -152,7 +152,7 @@ def encoded(
     return origins
 
 
-def in_threads(make: Iterable[A], change: Callable[[A], TensorPart], write: Callable[[TensorPart], None]) -> None:
+def in_threads(make: Iterable[A], change: Callable[[A], B], write: Callable[[B], None]) -> None:
     """Change pieces of matrices, each in one of some threads, while others are made and written.
 
     Pieces are too small to be divided among threads: starting and joining them takes half of the time. So each thread

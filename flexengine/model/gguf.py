@@ -25,7 +25,7 @@ from torch import nn
 from flexengine.activity import activity, message
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel, library_faults, shown, size
 from flexengine.model.config import check_backed, check_limits, size_of
-from flexengine.model.gguf_config import FAMILIES, carry_values, family_config
+from flexengine.model.gguf_config import carry_values, family_config, own_family
 from flexengine.model.gguf_header import GgufTensor, Header, gguf_parts, read_model, write_outline
 from flexengine.model.gguf_names import ROPE_FREQS, Array, parts_of, undone
 from flexengine.model.gguf_places import (
@@ -134,7 +134,7 @@ def _config(header: Header, directory: Path) -> Any:
     check_limits(path, {key: value for key, value in header.values.items() if key not in _ARRAYS})
     outline = directory / "outline.gguf"
     try:
-        if header.architecture in FAMILIES:
+        if own_family(header):
             config = family_config(header)
         else:
             write_outline(header, outline)

@@ -10,6 +10,7 @@ from flexengine.errors import UnsupportedModel
 from flexengine.model.gguf_header import Header
 
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_THETA = 1e4  # base of RoPE where a file names none, whatever the family
 _LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of those of 27B, which llama.cpp scales in another way
 # Keys that change no numbers, that transformers maps for every family or shapes of tensors show, or that are handled
 # by name.
@@ -22,11 +23,11 @@ _HANDLED = {
 }
 
 # Families whose config is made here, by architecture: the config's model_type. Others are read by transformers.
-FAMILIES = {
-    **dict.fromkeys(("gemma", "olmo2", "olmoe", "granite", "glm4", "smollm3", "seed_oss"), ""),
-    **dict.fromkeys(("ernie4_5", "arcee"), ""),
-    "hunyuan-dense": "hunyuan_v1_dense",
-}
+_SAME_NAMES = "gemma olmo2 olmoe granite granitemoe glm4 smollm3 seed_oss ernie4_5 arcee exaone4 cohere2"
+_FAMILIES = {name: name for name in _SAME_NAMES.split()}
+_FAMILIES |= {"hunyuan-dense": "hunyuan_v1_dense", "command-r": "cohere", "glm4moe": "glm4_moe"}
+_LAYERED = ("exaone4", "cohere2")
+_SIGMOID = {"glm4_moe"}  # families whose routers are sigmoids, though their configs do not say so
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -36,32 +37,46 @@ _FIELDS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_LAYER_NORM = "attention.layer_norm_epsilon"
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 _BIASES = {"attention_bias": "attn_q", "use_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
 
 
+def own_family(header: Header) -> str:
+    """Return the model_type of a file whose config is made here; "" for others, which transformers reads."""
+    if header.architecture == "llama" and header.values.get("llama.expert_count"):
+        return "mixtral"
+    return _FAMILIES.get(header.architecture, "")
+
+
 def family_config(header: Header) -> Any:
-    """Return the config of a file of FAMILIES: sizes, ids and what shapes of tensors show. `carry_values` copies all
-    other values. Raise UnsupportedModel if a size is missing or no number."""
+    """Return the config of a file with an `own_family`: sizes, ids and what shapes of tensors show. `carry_values`
+    copies all other values. Raise UnsupportedModel if a size is missing or no number."""
     from transformers import AutoConfig
 
-    values: dict[str, Any] = {
-        field: header.values.get(f"{header.architecture}.{key}") for key, field in _FIELDS.items()
-    }
+    given = {key.removeprefix(f"{header.architecture}."): value for key, value in header.values.items()}
+    fields = {key: field for key, field in _FIELDS.items() if field != "rms_norm_eps" or _LAYER_NORM not in given}
+    values: dict[str, Any] = {field: given.get(key) for key, field in fields.items()}
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
-    if wrong := [key for key, field in _FIELDS.items() if type(values[field]) not in (int, float)]:
+    if wrong := [key for key, field in fields.items() if type(values[field]) not in (int, float)]:
         raise UnsupportedModel(f"{header.path} has no single number as {header.architecture}.{wrong[0]}")
+    values["num_hidden_layers"] -= given.get("nextn_predict_layers") or 0
+    if own_family(header) in _LAYERED:  # every fourth layer sees all tokens; without a window all do
+        values["sliding_window"] = given.get("attention.sliding_window") or None
+        if values["sliding_window"] is None:
+            values |= {"layer_types": ["full_attention"] * values["num_hidden_layers"], "sliding_window_pattern": 1}
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    own = header.values.get(f"{header.architecture}.attention.key_length")
+    own = given.get("attention.key_length")
     heads = {"head_dim": own if type(own) is int else values["hidden_size"] // values["num_attention_heads"]}
-    if f"{header.architecture}.attention.scale" not in header.values:
+    if "attention.scale" not in given:
         heads["attention_multiplier"] = heads["head_dim"] ** -0.5
     ids = {field: header.values.get(f"tokenizer.ggml.{key}_token_id") for field, key in _TOKEN_IDS.items()}
     return AutoConfig.for_model(
-        FAMILIES[header.architecture] or header.architecture,
+        own_family(header),
         **values,
+        use_qk_norm="blk.0.attn_q_norm.weight" in shapes,
         **ids,
         **{field: f"blk.0.{name}.bias" in shapes for field, name in _BIASES.items()},
         **heads,
@@ -105,6 +120,7 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
     none of these. own, width: columns of a head without and with regard to the file's value."""
     rope = getattr(config, "rope_parameters", None) or {}
     scaled = rope.get("rope_type", "default") != "default"
+    sigmoid = config.model_type in _SIGMOID or getattr(config, "scoring_func", "") == "sigmoid"
     scaling = {"factor": "factor", "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast"}
     scaling |= {"yarn_beta_slow": "beta_slow", "original_context_length": "original_max_position_embeddings"}
     unscaled = (0, 1, getattr(config, "max_position_embeddings", None))
@@ -116,22 +132,26 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
         "attention.scale": (("attention_multiplier",), (getattr(config, "query_pre_attn_scalar", width) ** -0.5,)),
         "attn_logit_softcapping": (("attn_logit_softcapping",), (0,)),
         "final_logit_softcapping": (("final_logit_softcapping",), (0,)),
-        "expert_count": (("num_experts", "num_local_experts"), (0,)),
+        "expert_count": (("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
+        "leading_dense_block_count": (("first_k_dense_replace",), (0,)),
+        "expert_shared_count": (("n_shared_experts",), (0,)),
+        "expert_group_count": (("n_group",), (0, 1)),
+        "expert_group_used_count": (("topk_group",), (0, 1)),
+        "nextn_predict_layers": ((), (0,) if config.model_type not in _FAMILIES.values() else tuple(range(9))),
         "expert_used_count": (("num_experts_per_tok",), (0,)),
         "expert_feed_forward_length": (("moe_intermediate_size",), (0, getattr(config, "intermediate_size", 0))),
         "expert_shared_feed_forward_length": (("shared_expert_intermediate_size",), (0,)),
         "expert_weights_norm": (("norm_topk_prob",), (False,)),
         "expert_weights_scale": (("routed_scaling_factor",), (0, 1)),
-        "expert_gating_func": ((), (0, 2 if getattr(config, "scoring_func", "") == "sigmoid" else 1)),
+        "expert_gating_func": ((), (0, 2 if sigmoid else 1)),
         "attention.clamp_kqv": (("clip_qkv",), (0,)),
         "use_parallel_residual": (("use_parallel_residual", "parallel_attn"), (False,)),
         "attention.causal": ((), (True,)),
-        "logit_scale": (("logits_scaling",), (0, 1)),
+        "logit_scale": (("logits_scaling", "logit_scale"), (0, 1)),
         "embedding_scale": (("embedding_multiplier",), (0, 1)),
         "residual_scale": (("residual_multiplier",), (0, 1)),
-        **dict.fromkeys(("expert_group_count", "expert_group_used_count"), ((), (0, 1))),
         **dict.fromkeys(("attention.max_alibi_bias", "ssm.dt_b_c_rms"), ((), (0,))),
-        **dict.fromkeys(("attention.shared_kv_layers", "nextn_predict_layers", "expert_shared_count"), ((), (0,))),
+        "attention.shared_kv_layers": ((), (0,)),
         **{f"rope.scaling.{key}": ((), (rope.get(of),) if scaled else unscaled) for key, of in scaling.items()},
     }
 
@@ -142,6 +162,7 @@ def _carry_rope_sizes(values: dict[str, Any], config: Any, width: Any) -> list[s
     for kind, end in (("full_attention", ""), ("sliding_attention", "_swa")):
         part = dict(rope[kind]) if kind in rope else rope
         base, turned = (values.get(f"rope.{key}{end}") for key in ("freq_base", "dimension_count"))
+        base = _THETA if base is None and not end and "rope_theta" in part else base
         own = part if kind in rope or not end else {}  # {}: layers with a window turn as all others do
         if base is not None and not _same(part.get("rope_theta"), base):
             lost += [] if "rope_theta" in own else [f"rope.freq_base{end}"]

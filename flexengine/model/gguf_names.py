@@ -17,6 +17,8 @@ from flexengine.model.gguf_header import GgufTensor, Header
 ROPE_FREQS = "rope_freqs.weight"  # divisors of frequencies, no parameter
 Array = np.ndarray[Any, Any]
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*experts\.(gate_up|down)_proj$")
+_ROUTER = re.compile(r"(?:^|\.)layers\.(\d+)\.block_sparse_moe\.router\.weight$")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _EXPERT_BIAS = re.compile(r"(?:^|\.)layers\.(\d+)\..*e_score_correction_bias$")
 # By architecture: whether rows of queries and keys are interleaved, so that rotary positions turn neighbours.
 _INTERLEAVED = {"llama", "granite", "granitemoe", "smollm3", "arcee", "deci", "olmo", "minicpm", "baichuan"}
@@ -38,6 +40,10 @@ def parts_of(header: Header, model: Any) -> dict[str, list[GgufTensor]]:
         raise UnsupportedModel(f"{header.path}: the gguf package has no names for {header.architecture!r}")
     names = get_tensor_name_map(arch, model.config.num_hidden_layers)
     tensors = {tensor.name: tensor for tensor in header.tensors}
+    if header.values.get(f"{header.architecture}.nextn_predict_layers"):  # generation does not use layers for these
+        layers = model.config.num_hidden_layers
+        beyond = [name for name in tensors if (block := _BLOCK.match(name)) and int(block[1]) >= layers]
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in beyond}
     parts, prefix = dict[str, list[GgufTensor]](), f"{model.base_model_prefix}."
     for name in model.state_dict():
         wanted = _stored_names(name, names) or _stored_names(name.removeprefix(prefix), names)
@@ -59,6 +65,8 @@ def _stored_names(name: str, names: Any) -> list[str]:
     if match := _EXPERTS.search(name):
         kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
         return [f"blk.{match[1]}.ffn_{kind}_exps.weight" for kind in kinds]
+    if match := _ROUTER.search(name):
+        return [f"blk.{match[1]}.ffn_gate_inp.weight"]
     if match := _EXPERT_BIAS.search(name):
         return [f"blk.{match[1]}.exp_probs_b.bias"]
     stem, dot, suffix = name.rpartition(".")

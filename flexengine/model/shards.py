@@ -1,4 +1,4 @@
-"""Writers of safetensors files with bounded memory: shards of tensors, and files of one encoded parameter."""
+"""Writers of safetensors files with bounded memory: shards, files written in any order, files of one parameter."""
 
 import errno
 import json
@@ -28,12 +28,13 @@ ALIGNMENT = 8  # bytes; safetensors fills up its header with spaces to a multipl
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def check_room(directory: Path, what: str, needed: int) -> None:
-    """Raise OutOfMemory if the disk of `directory` has fewer than `needed` bytes free."""
+def check_room(directory: Path, what: str, needed: int, remedy: str = "") -> None:
+    """Raise OutOfMemory if the disk of `directory` has fewer than `needed` bytes free. remedy: default: that of the
+    cache."""
     disk = shutil.disk_usage(directory)
     if disk.free < needed:
         used = disk.total - disk.free
-        remedy = f"they go to {directory.parent}; set FLEXENGINE_CACHE to a directory with room"
+        remedy = remedy or f"they go to {directory.parent}; set FLEXENGINE_CACHE to a directory with room"
         raise OutOfMemory("disk", what, needed, used, disk.total, remedy)
 
 
@@ -162,6 +163,50 @@ def _append(file: FileIO, path: Path, data: memoryview) -> None:
         raise located(error, "writing", path, file.tell()) from error
 
 
+class PlacedTensors:
+    """A safetensors file of known tensors, whose parts are written in any order. Closing it lets the disk have it.
+
+    Args:
+        path: of the file, which must not exist.
+        tensors: dtype and shape of each tensor, by name.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        content, self._starts, end = dict[str, Any](), dict[str, int](), 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            content[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+            self._starts[name] = start
+        header = _header(content)
+        self._starts = {name: len(header) + start for name, start in self._starts.items()}
+        self._path, self._file = path, path.open("xb", buffering=0)
+        _append(self._file, path, memoryview(header))
+
+    def write(self, name: str, offset: int, data: Tensor) -> None:
+        """Write bytes of a tensor. Raise OSError with the path if that fails.
+
+        Args:
+            name: of the tensor.
+            offset: first byte, in the tensor.
+            data: contiguous, on the CPU.
+        """
+        self._file.seek(self._starts[name] + offset)
+        _append(self._file, self._path, data.view(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Sync and close the file. Raise OSError with the path if that fails."""
+        with self._file as file:
+            sync_file(file, self._path)
+
+
+def sync_file(file: FileIO, path: Path) -> None:
+    """Write the file at `path` to the disk. Raise OSError with the path if that fails."""
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise located(error, "syncing", path, file.tell()) from error
+
+
 class TensorPart(NamedTuple):
     """The next bytes of a parameter; data: uint8, contiguous, on the CPU."""
 
@@ -197,10 +242,7 @@ class TensorFiles:
         self._left -= data.nbytes
         if not self._left:
             with self._open as file:
-                try:
-                    os.fsync(file.fileno())
-                except OSError as error:
-                    raise located(error, "syncing", self._path, file.tell()) from error
+                sync_file(file, self._path)
             self._open = None
             self._path.rename(self._files[part.name])
 

@@ -363,7 +363,11 @@ def main(arguments: list[str] | None = None) -> int:
     counts = {v: sum(f.verdict == v for f in findings) for v in VERDICTS}
     print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
     if options.write and not options.only:
-        options.write.write_text(rendered(findings), encoding="utf-8")
+        from tests.helpers.form_table import form_rows, with_table
+
+        with tempfile.TemporaryDirectory() as temporary:
+            text = with_table(rendered(findings), [*form_rows(Path(temporary))])
+        options.write.write_text(text, encoding="utf-8")
     if options.json:
         options.json.write_text(json.dumps([asdict(f) for f in findings], indent=1) + "\n")
     return 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,6 +14,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from flexengine.codec.gguf_blocks import BLOCKS
+from tests.helpers.gguf_blocks import random_blocks
+
 Q = GGMLQuantizationType
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128}  # fmt: skip
@@ -21,6 +24,10 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 FAMILIES = {
     "llama": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "llama-untied": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE)),
+    "llama-wide": (  # whose rows are blocks of every type
+        MODEL_ARCH.LLAMA,
+        LlamaConfig(**{**SHAPE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}),
+    ),
     "qwen3": (MODEL_ARCH.QWEN3, Qwen3Config(**SHAPE, head_dim=16)),
     "qwen3moe": (MODEL_ARCH.QWEN3MOE, Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, moe_intermediate_size=32)),
     # transformers 5.23 reads neither head_dim nor the experts' width of this family; these are its defaults
@@ -49,18 +56,46 @@ MORE = {
     "ernie4_5": (MODEL_ARCH.ERNIE4_5, _MORE),
     "hunyuan_v1_dense": (MODEL_ARCH.HUNYUAN_DENSE, _MORE),
     "arcee": (MODEL_ARCH.ARCEE, dict(SHAPE, hidden_act="relu2")),
+    "mixtral": (MODEL_ARCH.LLAMA, dict(SHAPE, num_local_experts=4, num_experts_per_tok=2)),
+    "granitemoe": (
+        MODEL_ARCH.GRANITE_MOE,
+        dict(SHAPE, num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.5, embedding_multiplier=1.5),
+    ),
+    "exaone4": (
+        MODEL_ARCH.EXAONE4,
+        dict(_MORE, sliding_window=None, sliding_window_pattern=1, layer_types=["full_attention"] * 2),
+    ),
+    "cohere": (
+        MODEL_ARCH.COMMAND_R,
+        dict(SHAPE, pad_token_id=0, use_qk_norm=True, logit_scale=0.25, tie_word_embeddings=True),
+    ),
+    "cohere2": (
+        MODEL_ARCH.COHERE2,
+        dict(SHAPE, num_hidden_layers=4, pad_token_id=0, logit_scale=0.25, sliding_window=9, tie_word_embeddings=True),
+    ),
+    "glm4_moe": (
+        MODEL_ARCH.GLM4_MOE,
+        dict(
+            _MORE, pad_token_id=0, attention_bias=True, use_qk_norm=True, n_routed_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=32, first_k_dense_replace=1, routed_scaling_factor=1.5, num_hidden_layers=3,
+        ),
+    ),
 }  # fmt: skip
 FAMILIES |= {
     name: (arch, AutoConfig.for_model(name, **{"tie_word_embeddings": False, "eos_token_id": 7, **fields}))
     for name, (arch, fields) in MORE.items()
 }
 # As llama.cpp's converters do: families whose rows of q and k are interleaved, and whose norms get 1 more.
-PERMUTED = (MODEL_ARCH.LLAMA, MODEL_ARCH.GRANITE, MODEL_ARCH.SMOLLM3, MODEL_ARCH.ARCEE)
+PERMUTED = (MODEL_ARCH.LLAMA, MODEL_ARCH.GRANITE, MODEL_ARCH.GRANITE_MOE, MODEL_ARCH.SMOLLM3, MODEL_ARCH.ARCEE)
 # Keys of metadata by fields of configs.
 KEYS = {
     "attention_multiplier": "attention.scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     "embedding_multiplier": "embedding_scale", "clip_qkv": "attention.clamp_kqv", "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "logit_scale": "logit_scale",
+    "sliding_window": "attention.sliding_window", "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count", "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
 }  # fmt: skip
 
 
@@ -73,7 +108,11 @@ def permute(weights: np.ndarray, heads: int) -> np.ndarray:
 
 def tiny_model(family: str) -> torch.nn.Module:
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(FAMILIES[family][1]).eval()
+    model = AutoModelForCausalLM.from_config(FAMILIES[family][1]).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.1)
+    return model
 
 
 def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndarray]]:
@@ -89,6 +128,10 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndar
             block, half = name.split(".")[2], weights.shape[1] // 2
             out += [(f"blk.{block}.ffn_up_exps.weight", weights[:, half:]),
                     (f"blk.{block}.ffn_gate_exps.weight", weights[:, :half])]  # fmt: skip
+            continue
+        if name.endswith(("e_score_correction_bias", "router.weight")):
+            tensor_name = "exp_probs_b.bias" if "bias" in name else "ffn_gate_inp.weight"
+            out.append((f"blk.{name.split('.')[2]}.{tensor_name}", weights))
             continue
         if name.endswith("experts.down_proj"):
             out.append((f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weights))
@@ -114,16 +157,21 @@ def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     turned = int(width * config.rope_parameters.get("partial_rotary_factor", 1))
     if arch is MODEL_ARCH.LLAMA or turned != width:
         writer.add_rope_dimension_count(turned)
-    if arch is not MODEL_ARCH.LLAMA and hasattr(config, "head_dim"):
+    if arch is not MODEL_ARCH.LLAMA and getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+    written = set()
     for field, key in KEYS.items():
-        if (value := getattr(config, field, None)) is not None:
+        if (value := getattr(config, field, None)) is not None and key not in written:
+            written.add(key)
             add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
             add(f"{MODEL_ARCH_NAMES[arch]}.{key}", value)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 7)
@@ -141,3 +189,25 @@ def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=
 
 def tiny_gguf(path: Path, family: str = "llama", **kwargs) -> Path:
     return write_gguf(path, family, gguf_tensors(family, tiny_model(family)), **kwargs)
+
+
+def gguf_of_type(path: Path, kind: str) -> tuple[Path, torch.nn.Module]:
+    """A file of random blocks of one type, and the model of transformers with its numbers as gguf-py decodes them."""
+    model, type_, tensors, decoded = tiny_model("llama-wide"), Q[kind.upper()], [], {}
+    for seed, (name, weights) in enumerate(gguf_tensors("llama-wide", model)):
+        stored = weights
+        if weights.ndim > 1:
+            count = weights.size // BLOCKS[kind].columns
+            stored = random_blocks(kind, count, seed).numpy().reshape(len(weights), -1)
+            decoded[name] = dequantize(stored, type_)
+        tensors.append((name, stored))
+    write_gguf(path, "llama-wide", tensors, lambda name: type_)
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                values = decoded[f"{names.get_name(name.removesuffix('.weight'))}.weight"]
+                if heads := {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2]):
+                    values = values.reshape(heads, -1, 2, 256).swapaxes(1, 2).reshape(values.shape)
+                parameter.copy_(torch.from_numpy(values))
+    return path, model

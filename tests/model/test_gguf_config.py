@@ -9,6 +9,7 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     NemotronConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -117,3 +118,12 @@ def test_values_that_change_nothing_are_taken():
         "rope__freq_base_swa": 1e4,
     }
     assert carried(LlamaConfig(**SHAPE), **plain).to_dict() == LlamaConfig(**SHAPE).to_dict()
+
+
+def test_a_file_without_a_base_of_rope_has_that_of_llama_cpp():
+    """10000 (llama-model.cpp: rope_freq_base_train), whatever the family's own default is."""
+    assert MixtralConfig(**SHAPE).rope_parameters["rope_theta"] == 1e6
+    assert carried(MixtralConfig(**SHAPE)).rope_parameters["rope_theta"] == 1e4
+    assert carried(MixtralConfig(**SHAPE), rope__freq_base=5e5).rope_parameters["rope_theta"] == 5e5
+    gemma = carried(Gemma3TextConfig(**SHAPE, head_dim=16)).rope_parameters
+    assert [gemma[f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding")] == [1e4, 1e4]

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+from gguf import GGUFWriter
 from gguf.quants import dequantize, quantize
-from transformers import LlamaConfig
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.codec.gguf_blocks import BLOCKS
@@ -27,13 +26,15 @@ from flexengine.worker.open_model import open_model
 from tests.helpers.families import POLICIES, prompts_of, reference
 from tests.helpers.gguf_blocks import random_blocks, special_blocks
 from tests.helpers.prepared import gguf_tensors_of
-from tests.helpers.tiny_gguf import FAMILIES, MORE, SHAPE, Q, gguf_tensors, tiny_gguf, tiny_model, write_gguf
+from tests.helpers.tiny_gguf import FAMILIES, MORE, Q, gguf_of_type, gguf_tensors, tiny_gguf, tiny_model, write_gguf
 
 pytestmark = pytest.mark.usefixtures("cache")
 PROMPTS, NEW = prompts_of(96, (5, 17, 1, 9)), 6
 # Types by parts of names in the file and in the checkpoint; the first that fits.
 TYPES = (
-    ("gate_inp", "mlp.gate.", Q.F32), ("exps", "experts", Q.Q8_0), ("attn_q", "q_proj", Q.Q4_0),
+    ("q_norm", "q_norm", Q.F32), ("k_norm", "k_norm", Q.F32), ("router.", "router.", Q.F32),
+    ("shexp", "shared_experts", Q.Q4_0), ("gate_inp", "mlp.gate.", Q.F32), ("exps", "experts", Q.Q8_0),
+    ("attn_q", "q_proj", Q.Q4_0),
     ("attn_k", "k_proj", Q.Q8_0), ("attn_v", "v_proj", Q.Q5_1), ("ffn_gate", "gate_proj", Q.Q4_1),
     ("ffn_up", "up_proj", Q.Q4_1), ("token_embd", "embed_tokens", Q.Q8_0), ("", "", Q.Q5_0),
 )  # fmt: skip
@@ -170,25 +171,8 @@ def test_experts_whose_halves_have_two_formats(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_tokens_with_every_type(tmp_path, monkeypatch, kind):
-    sizes = {**SHAPE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
-    monkeypatch.setitem(FAMILIES, "llama", (MODEL_ARCH.LLAMA, LlamaConfig(**sizes)))
-    model, type_, tensors, decoded = tiny_model("llama"), Q[kind.upper()], [], {}
-    for seed, (name, weights) in enumerate(gguf_tensors("llama", model)):
-        if weights.ndim > 1:
-            count = weights.size // BLOCKS[kind].columns
-            weights = random_blocks(kind, count, seed).numpy().reshape(len(weights), -1)
-            decoded[name] = dequantize(weights, type_)
-        tensors.append((name, weights))
-    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, lambda name: type_)
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, 1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                values = decoded[f"{names.get_name(name.removesuffix('.weight'))}.weight"]
-                if heads := {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2]):
-                    values = values.reshape(heads, -1, 2, 256).swapaxes(1, 2).reshape(values.shape)
-                parameter.copy_(torch.from_numpy(values))
+def test_tokens_with_every_type(tmp_path, kind):
+    path, model = gguf_of_type(tmp_path / "m.gguf", kind)
     expected = reference(model, PROMPTS, NEW)
     assert len({tuple(row) for row in expected}) > 2
     assert tokens_of(path, device="cpu") == expected

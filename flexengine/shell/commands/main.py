@@ -17,6 +17,7 @@ COMMANDS = {
     "quality": "measure what lossy switches cost a model, on real text",
     "flash": "train predictors of the neurons that will be active, for flash mode",
     "evaluate": "evaluate models on scenarios of your own, side by side",
+    "convert": "write a checkpoint with 4 bits per weight, which vLLM and transformers read, too",
     "wrangle": "clean a table: match entities, impute a column, detect errors, match schemas, transform by example",
     "lm-eval": "run tasks of lm-evaluation-harness",
     "helm": "run scenarios of HELM, in this environment or another",

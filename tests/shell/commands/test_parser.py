@@ -109,7 +109,7 @@ class TestConfig:
     @pytest.mark.parametrize("name", COMMANDS)
     def test_every_command_reads_a_file(self, name: str, tmp_path: Path) -> None:
         (tmp_path / "some.toml").write_text("quiet = true\n")
-        words = ["bash"] if name == "completion" else []
+        words = {"completion": ["bash"], "convert": ["out"]}.get(name, [])
         parser = module_of(name).parser()
         assert parser.parse_args([*words, "--config", str(tmp_path / "some.toml")]).quiet
 
