@@ -6,10 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from glob import has_magic
 from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,7 +16,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from flexengine.activity import message
-from flexengine.errors import InvalidInput, meant, shown
+from flexengine.errors import InvalidInput, shown
 from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
 from flexengine.job.packed import Bytes, unpacked
 from flexengine.job.remedies import OF_JOB, Remedies
@@ -221,8 +220,10 @@ class InputFile:
         self._counted = 0  # end of the last row whose memory was counted
         self._copy: Any = None
         self.index: RangeColumn | None = None  # of a table that pandas wrote, once it was read
-        if name.is_dir():
+        if os.path.isdir(name):
             raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
+        if len(os.fsencode(name)) > 255:
+            resolve_name("flexengine.job.bad_paths:check_input")(name)
         self.form, packed = _form_of(name, form, "jsonl" if delimiter is None else "csv", remedies)
         # "" if it is no table of text. A first line sep=; states it.
         self.delimiter = FORMATS[self.form].delimiter
@@ -285,15 +286,7 @@ class InputFile:
             with open(self.name if number is None else number, "rb", closefd=number is None) as file:
                 return self._copied(file) if stream else self.name
         except OSError as error:
-            remedy, known = f"give a file: {ACCEPTED}", None
-            if not stream:
-                with suppress(OSError):
-                    known = meant(self.name.name, os.listdir(self.name.parent))
-            if has_magic(str(self.name)) and not stream:
-                remedy = "a job has one input, and this is a pattern that no shell has expanded: leave the quotes out"
-            elif known:
-                remedy = f"did you mean {self.name.with_name(known)}?"
-            raise InvalidInput(f"input {self.name} cannot be read ({error.strerror}); {remedy}") from error
+            raise resolve_name("flexengine.job.bad_paths:unreadable")(self.name, error, stream, ACCEPTED) from error
 
     def _copied(self, stream: BinaryIO) -> Path:
         """Return a temporary copy of the rest of a stream. Raise OSError if the stream cannot be read.

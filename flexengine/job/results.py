@@ -1,10 +1,13 @@
 """Results as lines of an output: where they may be written, and their JSON."""
 
+import errno
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from flexengine.config import Result
@@ -31,11 +34,14 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
         return
     try:
         target = Path(path).resolve()
-        is_directory = target.is_dir()  # OSError: the name is too long
+        if target.is_dir():
+            raise InvalidInput(f"output {path} is a directory; name a file in it")
+        with suppress(FileNotFoundError):
+            os.lstat(f"{target}.journal")
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        if getattr(error, "errno", 0) == errno.ENAMETOOLONG:
+            raise resolve_name("flexengine.job.bad_paths:long_output")(path, target) from error
         raise InvalidInput(f"output {path} cannot be reached: {error}; name another output") from error
-    if is_directory:
-        raise InvalidInput(f"output {path} is a directory; name a file in it")
     if not target.parent.is_dir():
         raise InvalidInput(f"output {path}: the directory {target.parent} does not exist; create it first")
     if _is_input(path, input_path):
@@ -49,7 +55,7 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
 
 def _is_input(path: str | os.PathLike[str], input_path: str | os.PathLike[str] | None) -> bool:
     """Return whether two names lead to one file. A file that was redirected to stdin is found, too."""
-    return input_path is not None and Path(path).resolve() == Path(input_path).resolve()
+    return input_path is not None and os.path.realpath(path) == os.path.realpath(input_path)
 
 
 def journal_path(output: str | os.PathLike[str] | None) -> Path | None:

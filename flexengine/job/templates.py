@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from io import BytesIO
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -35,6 +36,7 @@ _LIMITS = {
 _REMEDY = "use a model with another template"
 _KILL_SECONDS = 2  # after CPU_SECONDS, until the kernel ends a step that cannot be interrupted
 _MAX_ERROR = 1000  # characters
+_LINE = "line "  # begins the reason of an error in the text of a template
 _PROBE = [{"role": "user", "content": "a"}]
 
 
@@ -72,7 +74,16 @@ def chat_text(
         raise InvalidInput(f"{fault}: copy the one to use to chat_template.jinja in the model's directory")
     template = tokenizer.get_chat_template(None, tools)
     given = {"conversations": [messages], "tools": tools, "chat_template": template}
-    return _RENDERER.text(template, {**tokenizer.special_tokens_map, **variables, **given}, now or datetime.now())
+    arguments = {**tokenizer.special_tokens_map, **variables, **given}
+    try:
+        return _RENDERER.text(template, arguments, now or datetime.now())
+    except TemplateFault as fault:
+        if not str(fault).startswith(_LINE):
+            raise
+        place = Path(getattr(tokenizer, "name_or_path", "") or os.devnull)
+        files = ("chat_template.jinja", "tokenizer_config.json") if isinstance(known, str) else ()
+        file = next((name for name in files if (place / name).is_file()), "the chat template")
+        raise type(fault)(f"{file}, {fault}") from None
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -197,7 +208,9 @@ def _written(request: bytes, seconds: float, library: Any) -> tuple[bytes, bytes
     except MemoryError:
         return _MEMORY, b""
     except Exception as error:  # a template may raise any error
-        return _ERROR, f"{type(error).__name__}: {error}"[:_MAX_ERROR].encode("utf-8", "replace")
+        line = getattr(error, "lineno", None) if type(error).__module__ == "jinja2.exceptions" else None
+        where = f"{_LINE}{line}: " if line else ""
+        return _ERROR, f"{type(error).__name__}: {where}{error}"[:_MAX_ERROR].encode("utf-8", "replace")
 
 
 def _limit(size: int, seconds: float) -> None:

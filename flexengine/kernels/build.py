@@ -152,8 +152,8 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
     library = _folder() / name
     with _alone(library):
         if not library.exists():
-            with activity("compiling", "compiling kernels for this CPU, once per machine (20 to 60 s)", len(sources),
-                          "files", logging.INFO):  # fmt: skip
+            text = "compiling kernels for this CPU, once per machine (one to two minutes)"
+            with activity("compiling", text, len(sources), "files", logging.INFO):
                 _compile(compiler, flags, sources, openmp_runtime(), library)
     return library
 

@@ -50,6 +50,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("dtype", "torch_dtype"), ((str, Mapping, NoneType), 'a name, such as "bfloat16"')),
     **dict.fromkeys(("text_config", "quantization_config"), ((Mapping, NoneType), "an object, as {...}")),
 }
+_ROPE = re.compile(r"factor$|^(rope_theta|beta_|original_max_position|mscale)")
 _COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on a text's length
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
@@ -100,6 +101,8 @@ def parsed_config(
     if (stated := quantisation(raw)) and weights:
         resolve_name("flexengine.model.quantised.schemes:settings_of")(path, raw)
     _check_fields(path, raw)
+    if any(_ROPE.search(key) and not (type(x) in (int, float) and 1 <= x < math.inf) for key, x in entries(raw)):
+        resolve_name("flexengine.model.rope_faults:check_rope")(path, raw)
     from transformers import AutoConfig
 
     try:

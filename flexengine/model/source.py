@@ -118,7 +118,8 @@ def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError) as error:  # a name too long for the file system, or ~ of an unknown user
-        raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); {_KINDS}") from error
+        reason = resolve_name("flexengine.job.bad_paths:name_fault")(model) or error
+        raise ModelNotFound(f"{model[:80]!r} cannot be a path: {reason}; {_KINDS}") from error
     if is_directory:
         set_links(path, allow_symlinks)
         return path, path.resolve().name

@@ -1,16 +1,20 @@
 """The tokenizer of a model directory, and the end of a continuation: end tokens, stop tokens and stop strings."""
 
+import logging
+import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
+from flexengine.activity import message
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_fault, library_faults, shown
-from flexengine.model.files import check_mark, model_file, read_object
+from flexengine.model.files import AGAIN, check_mark, model_file, read_object
 
 _GENERATION = "generation_config.json"
 # Settings of generate(do_sample=False) of transformers that change tokens, with the value that changes none.
@@ -45,12 +49,9 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         if file.suffix == ".jinja" or file.name in _TEXTS:
             with path.open("rb") as stream:
                 check_mark(file, stream.read(3))
-    path = directory / _CONFIG
-    settings = _settings(path)
-    names = settings.get("fast_tokenizer_files") or []
-    for name in names if isinstance(names, list) else [names]:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise InvalidInput(f"{path} names {shown(name)}, which is not a file name in that directory")
+    settings = _settings(directory / _CONFIG)
+    if settings:
+        resolve_name("flexengine.model.tokenizer_faults:check_settings")(directory / _CONFIG, settings)
     from transformers import AutoTokenizer
 
     whole = any(os.path.lexists(directory / name) for name in ("tokenizer.json", "vocab.json"))
@@ -65,8 +66,9 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
             raise
         for file in (directory / name for name in _OBJECTS if os.path.lexists(directory / name)):
             read_object(file, _MAX_BYTES)  # its error names the file and the place in it
+        fault = resolve_name("flexengine.model.tokenizer_faults:tokenizer_fault")(directory, error)
         hint = _HINT if "auto_map" in settings and not trust_remote_code else ""
-        raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error or repr(error)}{hint}") from error
+        raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {fault}{hint}") from error
     template = _settings(directory / "chat_template.json").get("chat_template")  # of the model's processor
     if isinstance(template, str) and getattr(tokenizer, "chat_template", template) is None:
         tokenizer.chat_template = template
@@ -106,12 +108,16 @@ def eos_tokens(directory: Path, config: Any) -> set[int]:
     """Return the end-of-sequence ids, from generation_config.json or else from the config. Raise InvalidInput if the
     value is no token id or list of ids, BadCheckpoint if the file cannot be read or is a link out of the directory."""
     settings, key = _settings(directory / _GENERATION), "eos_token_id"
-    value = settings[key] if key in settings else getattr(config.get_text_config(), key, None)
+    text = config.get_text_config()
+    value = settings[key] if key in settings else getattr(text, key, None)
     values = value if isinstance(value, list) else [] if value is None else [value]
+    size = getattr(text, "vocab_size", None) or math.inf
+    path = directory / (_GENERATION if key in settings else "config.json")
     if not all(type(token) is int for token in values):
-        path = directory / (_GENERATION if key in settings else "config.json")
-        must = "it must be a token id or a list of them; correct it, or download the file again"
+        must = f"it must be a token id or a list of them; correct it, or {AGAIN}"
         raise InvalidInput(f"{path}: {key} is {shown(value)}; {must}")
+    if beyond := [token for token in values if token >= size]:
+        message(f"{path}: {key} is {shown(beyond)}; the model has {size} tokens, so it ends no text", logging.WARNING)
     return set(values)
 
 
@@ -122,13 +128,7 @@ def unapplied(directory: Path) -> str:
     known = _settings(path)
     given = {name: known.get(name) for name in _CHANGING}
     found = {n: x for n, x in given.items() if x is not False and x not in (None, _CHANGING[n], [], {})}
-    if not found:
-        return ""
-    listed = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
-    penalty = found.get("repetition_penalty")
-    remedy = f"; --repetition-penalty {penalty} applies that one"
-    fault = f"{path} has {listed}, which generate of transformers applies and this engine does not"
-    return f"{fault}, so tokens may differ{remedy if penalty else ''}"
+    return resolve_name("flexengine.model.tokenizer_faults:unapplied_words")(path, found, _CHANGING) if found else ""
 
 
 def opening(tokenizer: Any) -> list[int]:

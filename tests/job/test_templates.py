@@ -202,3 +202,14 @@ def test_a_process_that_cannot_start_is_started_once(tmp_path: Path, monkeypatch
         with pytest.raises(TemplateFault, match="ended with exit status 1: ImportError: no jinja2"):
             renderer.text("a", {}, datetime.now())
     assert (tmp_path / "starts").read_text() == "x\n"
+
+
+def test_an_error_in_the_text_of_a_template_names_file_and_line(tmp_path: Path) -> None:
+    template = "a\n{% for m in messages %}\n{{ m[ }}\n{% endfor %}"
+    assert "TemplateSyntaxError: the chat template, line 3: unexpected '}'" in error_of(template)
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).touch()
+        tokenizer = tokenizer_of(template)
+        tokenizer.name_or_path = str(tmp_path)
+        with pytest.raises(TemplateFault, match=rf"^{file}, line 3: unexpected"):
+            chat_text(tokenizer, CHAT)

@@ -20,7 +20,7 @@ from flexengine.model.config import _check_fields, load_config
 from flexengine.model.config_faults import odd_sizes
 from flexengine.model.gguf_header import read_header
 from flexengine.model.pickled import conversion
-from flexengine.model.tokenizer import eos_tokens, load_tokenizer
+from flexengine.model.tokenizer import eos_tokens, load_tokenizer, unapplied
 from flexengine.shell.commands import plan, run
 from flexengine.worker.open_model import open_model
 from tests.helpers.published import MODELS
@@ -332,3 +332,104 @@ def test_commands_and_engine_refuse_an_odd_config_alike(tmp_path: Path, capsys: 
         assert main(words) == 2
         assert fault in (said := capsys.readouterr().err)
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("table", "fault"),
+    [
+        (
+            {"rope_type": "linear", "factor": "4", "rope_theta": "1e4"},
+            "factor to '4'; it must be a number of at least 1",
+        ),
+        ({"rope_type": "yarn", "factor": -4}, "factor to -4; it must be a number of at least 1"),
+        ({"rope_type": "yarn", "factor": 4, "beta_fast": "32"}, "beta_fast to '32'; it must be a number above 0"),
+        ({"rope_type": "default", "rope_theta": 0}, "rope_theta to 0; it must be a number above 0"),
+        ({"rope_type": "default", "rope_theta": float("nan")}, "rope_theta to nan; it must be a number above 0"),
+        ({"rope_type": "linear", "factor": float("inf")}, "factor to inf; it must be a number of at least 1"),
+        ({"rope_type": "linear", "factor": True}, "factor to true; it must be a number of at least 1"),
+        (
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": "8"},
+            "original_max_position_embeddings to '8'; it must be a number of at least 1",
+        ),
+        (
+            {"rope_type": "longrope", "short_factor": [1, "2"], "long_factor": [1, 2]},
+            'short_factor to [1, "2"]; it must be a list of numbers above 0',
+        ),
+        ({"rope_type": "longrope", "long_factor": 0.5}, "long_factor to 0.5; it must be a list of numbers above 0"),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_a_wrong_number_of_rotary_positions_is_named(
+    tmp_path: Path, key: str, table: dict[str, Any], fault: str
+) -> None:
+    place = directory(tmp_path, {**LlamaConfig().to_dict(), key: table}, "config.json")
+    assert refusal(lambda: load_config(place)).startswith(f"{place / 'config.json'} sets {key}.{fault}: correct it")
+
+
+def test_usual_numbers_of_rotary_positions_are_accepted(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e6}
+    yarn |= {"attention_factor": 0.5, "mscale": 0.707, "beta_slow": 1, "beta_fast": 32, "partial_rotary_factor": 0.5}
+    config = {**LlamaConfig().to_dict(), "rope_parameters": yarn}
+    assert load_config(directory(tmp_path, config, "config.json")).rope_parameters["factor"] == 4
+
+
+SETTINGS = {
+    "model_max_length": ("abc", "a number"),
+    "chat_template": (5, "a string, or a list of objects with name and template"),
+    "tokenizer_class": (5, "a string"),
+    "padding_side": ("up", "left or right"),
+    "bos_token": (5, "a string or an object with its content"),
+    "added_tokens_decoder": (5, "an object, as {...}"),
+    "model_input_names": (4, "a list of strings"),
+    "clean_up_tokenization_spaces": ("x", "true or false"),
+}
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_a_wrong_setting_of_the_tokenizer_is_named(tmp_path: Path, key: str) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    value, must = SETTINGS[key]
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    text = repr(value) if isinstance(value, str) else json.dumps(value)
+    assert refusal(lambda: load_tokenizer(tmp_path)).startswith(f"{file} sets {key} to {text}; it must be {must}: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ({"version": "1.0"}, "tokenizer.json lacks added_tokens, which must be a list"),
+        ({"version": "1.0", "added_tokens": []}, "tokenizer.json lacks model, which must be an object, as {...}"),
+        ({"added_tokens": [], "model": 5}, "tokenizer.json has a number as model, which must be an object, as {...}"),
+    ],
+)
+def test_a_tokenizer_without_its_parts_is_named(tmp_path: Path, content: dict[str, Any], fault: str) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    said = refusal(lambda: load_tokenizer(tmp_path))
+    assert said == f"the tokenizer in {tmp_path} cannot be loaded: {fault}; download it again"
+
+
+def test_an_end_token_beyond_the_vocabulary_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It ends no text. Some published models have one beside others."""
+    place = directory(tmp_path, {"eos_token_id": [2, 300]}, "generation_config.json")
+    assert 2 in eos_tokens(place, LlamaConfig(vocab_size=300))
+    assert "eos_token_id is [300]; the model has 300 tokens, so it ends no text" in caplog.text
+    caplog.clear()
+    directory(tmp_path, {"eos_token_id": [2, 299, -1]}, "generation_config.json")
+    assert eos_tokens(place, LlamaConfig(vocab_size=300)) >= {2, 299}
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), "1.2", float("inf"), [1]])
+def test_a_penalty_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
+    place = directory(tmp_path, {"repetition_penalty": value}, "generation_config.json")
+    assert "sets repetition_penalty to " in (said := refusal(lambda: unapplied(place)))
+    assert "it must be a number, such as 1: correct it" in said
+
+
+def test_only_a_penalty_above_0_has_a_remedy(tmp_path: Path) -> None:
+    place = directory(tmp_path, {"repetition_penalty": 1.2}, "generation_config.json")
+    assert unapplied(place).endswith("; --repetition-penalty 1.2 applies that one")
+    directory(tmp_path, {"repetition_penalty": -1, "num_beams": 4}, "generation_config.json")
+    assert unapplied(place).endswith("so tokens may differ")

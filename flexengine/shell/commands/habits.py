@@ -5,6 +5,7 @@ returns a line with the right command if the replaced command line is valid.
 """
 
 import argparse
+import os
 import re
 import shlex
 from collections import deque
@@ -198,7 +199,7 @@ def correct_command(word: str, words: Sequence[str], known: Sequence[str]) -> st
     place = next((n for n, other in enumerate(words) if other in known), None) if word.startswith("-") else None
     if place is not None:
         return f"the command comes first: {command_text(words[place], [word, *words[:place], *words[place + 1 :]])}"
-    if word.startswith("-") or Path(word).exists() or Path(word).suffix in (".jsonl", ".csv", ".txt", ".parquet"):
+    if word.startswith("-") or os.path.exists(word) or Path(word).suffix in (".jsonl", ".csv", ".txt", ".parquet"):
         return f"the command comes first: {command_text('run', [word, *words])}"
     near = meant(word, (*known, "help"))
     return f"there is no command {word}; the nearest is {near}: {command_text(near, words)}" if near else None
@@ -265,8 +266,8 @@ def _name_model(line: CommandLine) -> None:
     models = []
     for argument in line.of(""):
         text, path = argument.values[0], Path(argument.values[0])
-        hub = text.count("/") == 1 and not path.exists() and not path.suffix[1:].isalpha()
-        if path.is_dir() or path.suffix == ".gguf" or hub:
+        hub = text.count("/") == 1 and not os.path.exists(path) and not path.suffix[1:].isalpha()
+        if os.path.isdir(path) or path.suffix == ".gguf" or hub:
             models.append(argument)
     if models and not line.of("-m", "--model") and len(line.of("", "-i", "--input")) == 2:
         line.arguments[line.arguments.index(models[0])] = Argument("--model", models[0].values)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from flexengine.activity import Activity, listener, message, reporting
 from flexengine.activity.display import Display
 from flexengine.config import Result
-from flexengine.errors import FlexError, InvalidInput, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
+from flexengine.errors import FlexError, InvalidInput, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost, shown
+from flexengine.job.bad_paths import name_fault
 from flexengine.job.chats import chat_fault
 from flexengine.job.files import full_disk, stdout_is_open
 from flexengine.plan.formatting import clock, count, lane_name, percent, place_name, plain, rate, size
@@ -263,6 +264,13 @@ def exit_code(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as stop:
         return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
     except OSError as error:
+        if (
+            error.errno == errno.ENAMETOOLONG
+            and isinstance(error.filename, str)
+            and (fault := name_fault(error.filename))
+        ):
+            say_error(f"{shown(error.filename)} cannot be a file's name: {fault}; give a shorter name")
+            return REFUSED
         text = with_room(error)
         if isinstance(error, BrokenPipeError):
             text = "the reader of the output closed it before all was written"
@@ -291,8 +299,8 @@ def with_room(error: Exception) -> str:
         return text
     named = isinstance(cause.filename, str) and cause.filename != "stdout"
     place = Path(cause.filename if named else os.path.realpath("/dev/stdout"))
-    place = next(each for each in (place, *place.parents) if each.exists())  # the file may have been removed
-    if not (place.is_file() or place.is_dir()):
+    place = next(each for each in (place, *place.parents) if os.path.exists(each))  # the file may have been removed
+    if not (os.path.isfile(place) or os.path.isdir(place)):
         return text  # a device
     full = full_disk(cause, place if place.is_dir() else place.parent)
     return f"{text}: {full}" if full else text

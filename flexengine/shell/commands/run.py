@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
 
     if args.input is None:
         raise InvalidInput("no input is given; name a file of prompts, as in flexengine run prompts.jsonl")
-    if (args.model is None and (Path(args.input) / "config.json").is_file()) or args.input.endswith(".gguf"):
+    if (args.model is None and os.path.isfile(Path(args.input) / "config.json")) or args.input.endswith(".gguf"):
         right = command_text("run", ["INPUT", "--model", args.input])
         raise InvalidInput(f"{args.input} is a model, which is given by --model; write {right}")
     args.input = STDIN if args.input == "-" else args.input

@@ -237,7 +237,7 @@ def _compilers(compilers: Sequence[machine.Compiler], facts: Facts) -> Iterator[
         broken = "".join(f" ({c.command} {c.version})" for c in compilers)
         yield Finding(SLOWS, 5, f"no C++ compiler{broken}: attention runs several times slower", "apt install g++")
     elif kernels and not kernels["compiled"]:
-        yield Finding(NOTE, 30, "the kernels are not compiled yet: the first job compiles them (20 to 60 s)")
+        yield Finding(NOTE, 30, "the kernels are not compiled yet: the first job compiles them (one to two minutes)")
     elif kernels.get("simd") == 0 and isinstance(facts.cpu, Cpu) and "AVX2" in facts.cpu.features:
         compiler = f"{working[0].command} ({working[0].version})"
         text = f"{compiler} has built kernels without this CPU's vector instructions"

@@ -196,7 +196,7 @@ def test_a_column_and_a_pipe(job: Job) -> None:
     ({"retry_errors": "no"}, "retry_errors is 'no'"), ({"input": "none.jsonl"}, "input none.jsonl cannot be read"),
     ({"output": "trace.json"}, "trace and output are one file"),
     ({"output": "in.jsonl"}, "output in.jsonl is the input file, whose prompts would be replaced"),
-    ({"output": "x" * 300}, "File name too long"),
+    ({"output": "x" * 300}, "a file's name has at most 255"),
     ({"output": "a\0"}, "it must be the name of a file"), ({"input": Path("a\0")}, "it must be the name of a file"),
 ])  # fmt: skip
 def test_refused(job: Job, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], message: str) -> None:
