@@ -192,7 +192,14 @@ def library_faults(what: str, kind: type[FlexError] = InvalidInput) -> Iterator[
     except BaseException as error:
         if isinstance(error, InvalidInput | kind) or not is_fault(error):
             raise
-        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+        raise kind(f"{what}: {fault_text(error)}") from error
+
+
+def fault_text(error: BaseException) -> str:
+    """Return the text of a library's error, with the name of its class if it is none that a user need not know."""
+    name = type(error).__name__
+    remedy = "; the model's tokenizer.json may be damaged" if name == "PanicException" else ""
+    return str(error) if name == "TemplateFault" else f"{name}: {error}{remedy}"
 
 
 def is_missing(value: Any) -> bool:

@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from flexengine.errors import InvalidInput, alike, blankness, is_fault, json_kind, shown
+from flexengine.activity import message as say
+from flexengine.errors import InvalidInput, alike, blankness, cut, fault_text, is_fault, json_kind, shown
 from flexengine.job.foreign import TOOLS
 from flexengine.job.near_names import stated
+from flexengine.job.rows import check_text
 
 _ROLES = ("user", "assistant", "system", "tool")
 _ALLOWED = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
@@ -52,6 +54,20 @@ def row_messages(given: Any) -> list[dict[str, Any]]:
             raise
         remedy = _TEXT_REMEDY if texts[0] is given else _TEXTS_REMEDY
         raise InvalidInput(f"{error}; {remedy}, with --chat (engine.chat in Python) for a user's message") from None
+
+
+def check_chat(kind: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+    """Raise InvalidInput if messages or tools hold infinities or NaN, half a surrogate pair, or are nested too deeply.
+    kind: field that the messages are from."""
+    for place, value in [*((f"{kind}[{i}]", message) for i, message in enumerate(messages)), (TOOLS, tools)]:
+        try:
+            text = json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+        except RecursionError as error:
+            raise InvalidInput("messages are nested too deeply") from error
+        except ValueError as error:
+            fault = f"{place} holds Infinity or NaN, which no JSON has"
+            raise InvalidInput(f"{fault}; give a finite number, null or a text instead") from error
+        check_text(kind, text)
 
 
 def unnamed_roles(messages: list[dict[str, Any]], templates: Any) -> dict[str, int]:
@@ -123,7 +139,7 @@ def chat_fault(tokenizer: Any) -> str | None:
             return "the model has no chat template"
         if isinstance(error, InvalidInput):
             return str(error)
-        return f"the model's chat template refuses a user's message ({type(error).__name__}: {error})"
+        return f"the model's chat template refuses a user's message ({fault_text(error)})"
     return None
 
 
@@ -205,4 +221,36 @@ def chat_token_ids(
     if tools and chat == written(messages, None):
         fault = "tools are given, but the model's chat template does not use them"
         raise InvalidInput(f"{fault}; remove them, or take a model whose template does")
+    _check_unread(chat, messages, lambda others: written(others, tools), str(templates))
+    if isinstance(chat, str):
+        check_text("the text that the chat template writes", chat)
     return tokenizer(chat, add_special_tokens=False, verbose=False) if isinstance(chat, str) else chat
+
+
+_noted = set[tuple[str, str]]()  # templates, and fields of messages of which was said whether they are read
+
+
+def _check_unread(chat: Any, messages: list[dict[str, Any]], written: Callable[[Any], Any], templates: str) -> None:
+    """Raise InvalidInput if the chat template leaves all tool calls out. Say once per template and field which other
+    fields it leaves out. chat: what `written` returns for the messages."""
+
+    def is_unread(name: str, contents: dict[str, str]) -> bool:
+        bare = [{**contents, **{n: v for n, v in each.items() if n != name}} for each in messages]
+        try:
+            return bool(chat == written(bare))
+        except BaseException as error:  # the template needs the field
+            if not is_fault(error):
+                raise
+            return False
+
+    places = {name: i for i, each in reversed([*enumerate(messages)]) for name, value in each.items() if value}
+    if "tool_calls" in places and (is_unread("tool_calls", {}) or is_unread("tool_calls", {"content": ""})):
+        place = f"messages[{places['tool_calls']}].tool_calls"
+        fault = f"{place} are given, but the model's chat template does not use them"
+        raise InvalidInput(f"{fault}; write them into content, remove them, or take a model whose template does")
+    for name in sorted(places.keys() - {"role", "content", "tool_calls"}):
+        if (templates, name) not in _noted:
+            _noted.add((templates, name))
+            if is_unread(name, {}):
+                place = cut(f"messages[{places[name]}].{name}")
+                say(f"the model's chat template leaves {place} out (and maybe others)")

@@ -2,14 +2,17 @@
 or several. A broken record costs its first line alone."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import BinaryIO, cast
 
 from flexengine.errors import InvalidInput
 from flexengine.job.delimiters import stated_delimiter
-from flexengine.job.read_json import BOM, MAX_VALUES, skip_blank, too_long, too_wide, utf8_fault
+from flexengine.job.read_json import BOMS, MAX_VALUES, skip_blank, too_long, too_wide, utf8_fault
 
 CsvRecord = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
+_QUOTES = 'double each quote inside a quoted cell (""), as a backslash is text here'
+_NO_END = f"invalid CSV: a quoted cell has no end; {_QUOTES}, or remove a quote that opens no cell"
 _LINE_END = b"\r\n"
 _LINE_COST = 256  # bytes that take as long to read again as a line does
 _MOST_DEAD = 2**15  # places that are remembered
@@ -20,7 +23,8 @@ def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[CsvRecord
     """Yield the records of a file, header first, without blank lines and a first line that states the delimiter.
 
     If a record breaks the rules of quoting, or is longer than `most` bytes, only its first line is dropped and reading
-    continues with the next line. A stray quote therefore does not consume the rest of the file.
+    continues with the next line. A stray quote therefore does not consume the rest of the file, and the cells before it
+    on its line are kept.
     """
     record = _Record(file, most)
     while record.begin():
@@ -34,6 +38,9 @@ def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[CsvRecord
         except InvalidInput as error:
             record.give_back()
             fault = utf8_fault(bytes(record.raw)) or str(error)
+            if isinstance(error, _DeadEnd):
+                before = list(takewhile(lambda cell: b"\n" not in cell, error.before))
+                cells = [str(cell, "utf-8", "replace") for cell in before]
         yield record.line, cells, fault
 
 
@@ -43,6 +50,8 @@ class _WholeRecord(InvalidInput):
 
 class _DeadEnd(InvalidInput):
     """No record ends in the text that follows, wherever it begins."""
+
+    before: Sequence[bytes] = ()  # the cells before the one that has the fault
 
 
 class _Record:
@@ -68,7 +77,7 @@ class _Record:
             if not self._more():
                 return False
             if first:
-                self.raw = self.raw.removeprefix(BOM)
+                self.raw = bytearray(BOMS.sub(b"", self.raw, 1))
                 first, stated = not stated and stated_delimiter(self.raw) is not None, True
                 if first:
                     continue
@@ -93,8 +102,10 @@ class _Record:
         try:
             end = self._scan(mark, found, places)
             if self.raw[end:].strip(_LINE_END):
-                raise _DeadEnd(f"invalid CSV: {delimiter!r} expected after '\"'")
-        except _DeadEnd:
+                found.pop()
+                raise _DeadEnd(f"invalid CSV: {delimiter!r} expected after '\"'; {_QUOTES}")
+        except _DeadEnd as error:
+            error.before = found
             if len(self._dead) + len(places) > _MOST_DEAD:
                 self._dead.clear()
             self._dead.update(places)
@@ -112,7 +123,7 @@ class _Record:
                 line, begin = line + lines, self.raw.rfind(b"\n", seen, at) + 1
             seen, place = at, line << 32 | at - begin
             if place in self._dead:
-                raise _DeadEnd("invalid CSV: a quoted cell has no end")
+                raise _DeadEnd(_NO_END)
             if len(places) < _MOST_DEAD:
                 places.append(place)
             cell, end = self._quoted(at) if self.raw.startswith(b'"', at) else self._plain(at, mark)
@@ -145,7 +156,7 @@ class _Record:
             while (end := self.raw.find(b'"', seen)) < 0:
                 seen = len(self.raw)
                 if not self._more(quoted=True):
-                    raise _DeadEnd("invalid CSV: a quoted cell has no end")
+                    raise _DeadEnd(_NO_END)
                 self._check_size()
                 if len(self.raw) > self._most_quoted():
                     raise InvalidInput("invalid CSV: a quoted cell has no end here; too many quotes before have none")
@@ -186,7 +197,7 @@ class _Record:
 
     def _check_size(self) -> None:
         if self._is_too_long():
-            raise InvalidInput(f"{too_long(self._most)}; if a quote opens no cell here, remove it")
+            raise InvalidInput(f"{too_long(self._most)}; if a quote opens no cell here, remove it, else divide the row")
 
 
 def _too_many() -> InvalidInput:

@@ -8,7 +8,7 @@ from flexengine.job.remedies import Remedies
 
 # First line that states the character for Excel, as sep=; does.
 _STATED = re.compile(
-    rb'(?:\xef\xbb\xbf)?"?sep=(\\t|[^\w"\r\n\x80-\xff]|[\xc2-\xf4][\x80-\xbf]+)"?\1*\r?(?:\n|\Z)', re.I
+    rb'(?:\xef\xbb\xbf)*"?sep=(\\t|[^\w"\r\n\x80-\xff]|[\xc2-\xf4][\x80-\xbf]+)"?\1*\r?(?:\n|\Z)', re.I
 )
 _SEPARATORS = ";\t|,"
 

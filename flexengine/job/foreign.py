@@ -25,7 +25,7 @@ _RENAMED = {
     "logit_bias": "sequence_bias",
     "logprobs": "top_logprobs top_logprobs_num n_probs",
     "n": "num_return_sequences num_completions",
-    "seed": "sampling_seed random_seed",
+    "seed": "sampling_seed random_seed sampler_seed",
 }
 # Fields by the value, as JSON, that asks for nothing. Null, "", [] and {} ask for nothing, too.
 _NEUTRAL = {
@@ -40,15 +40,15 @@ _NEUTRAL = {
     " encoder_repetition_penalty",
     "-1": "repeat_last_n reasoning_budget truncate_prompt_tokens top_n_sigma",
     "null": "allowed_token_ids guided_json guided_regex guided_choice guided_grammar guided_decoding structural_tag"
-    " structured_outputs json_schema ebnf grammar regex stop_regex logits_processors custom_logit_processor"
-    " suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id forced_decoder_ids"
+    " structured_outputs json_schema ebnf grammar regex stop_regex logits_processors custom_logit_processor samplers"
+    " suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id forced_decoder_ids sampler_order"
     " exponential_decay_length_penalty watermarking_config negative_prompt_ids suffix functions multi_modal_data"
-    " image_data images videos mm_processor_kwargs lora_path lora_request prompt_embeds sampling_params"
+    " image_data images videos mm_processor_kwargs lora_path lora_request prompt_embeds sampling_params prompt_mode"
     " generation_config extra_body extra_args vllm_xargs truncate thinking_token_budget repetition_detection top_h"
-    " top_p_min top_p_decay embedding_bias custom_token_bans banned_tokens force_words_ids prompt_mode",
+    " top_p_min top_p_decay embedding_bias custom_token_bans banned_tokens force_words_ids sampler_priority",
 }
 NEUTRALS = {name: json.loads(value) for value, names in _NEUTRAL.items() for name in names.split()}
-OF_SYSTEM = ("system", "system_prompt", "system_instruction", "systemInstruction")  # beside messages without one
+OF_SYSTEM = ("system", "system_prompt", "system_instruction", "systemInstruction", "instructions")  # see _has_system
 OF_CHATS = ("documents", "functions", "images", "reasoning", "think", "thinking", "verbosity", "videos", *OF_SYSTEM)
 OF_TEMPLATES = {"enable_thinking", "reasoning_effort", "thinking_budget", "chat_template", *OF_CHATS} - NEUTRALS.keys()
 NAMES_HERE = {name: ours for ours, names in _RENAMED.items() for name in names.split()}

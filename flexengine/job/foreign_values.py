@@ -22,7 +22,8 @@ from flexengine.records import unwrapped
 # Kinds of values of fields whose names are likely in data; other values are data.
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("reasoning", "json_schema"), (dict,)),
-    **dict.fromkeys(("documents", "functions", "images", "videos", "stop_words", "until"), (list,)),
+    **dict.fromkeys(("documents", "functions", "images", "videos", "stop_words", "until", "sampler_order"), (list,)),
+    **dict.fromkeys(("samplers", "sampler_priority"), (list, str)),
     **dict.fromkeys(("grammar", "regex", "suffix", "stop_sequence"), (str,)),
     **dict.fromkeys(("stream", "echo", "watermark", "think"), (bool,)),
     **dict.fromkeys(("truncate", "beam_width"), (int,)),

@@ -27,6 +27,7 @@ from flexengine.job.rows import CONTEXT, PANDAS_ROWS, PROMPT_KINDS, SCORED_KINDS
 MAX_LINE_BYTES = 64 * 2**20
 MAX_VALUES = 2**21  # of a row: each takes about 100 bytes as a Python object
 BOM = b"\xef\xbb\xbf"
+BOMS = re.compile(b"(?:%b)*" % BOM)  # programs that join files leave several
 _STEP = 2**20  # bytes read at a time
 _MOST_STEP = 2**23  # of an element of several parts, which is decoded anew with each
 _SEEN = 2**16  # bytes that the beginning of a file, with white space, may take
@@ -106,7 +107,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
     error. A line over MAX_LINE_BYTES is skipped in pieces."""
     index, line = 0, 1
     while raw := file.readline(MAX_LINE_BYTES + 1):
-        raw = raw.removeprefix(BOM) if line == 1 else raw
+        raw = BOMS.sub(b"", raw, 1) if line == 1 else raw
         if over := len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
             while raw and not raw.endswith(b"\n"):
                 raw = file.readline(2**20)
@@ -114,7 +115,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
             line += skip_blank(file, string.whitespace.encode())
         else:
             row = Row(index, line)
-            yield (row.refused(too_long(MAX_LINE_BYTES)), b"") if over else (row, raw.rstrip(b"\r\n"))
+            yield (row.refused(f"{too_long(MAX_LINE_BYTES)}; divide it"), b"") if over else (row, raw.rstrip(b"\r\n"))
         index, line = index + (not blank), line + 1
 
 
@@ -141,8 +142,9 @@ def requested(row: Row, fields: dict[str, Any], rules: RowRules) -> Row:
 
 def _json_row(row: Row, raw: bytes, rules: RowRules) -> Row:
     try:
-        given = json_object(raw, lambda text: None if text == "NaN" else float(text))
-        fields = json_object(raw) if b"Infinity" in raw else given
+        special = dict[str, float | None]()  # NaN, infinities, and numbers beyond the range of a float
+        given = json_object(raw, lambda text: special.setdefault(text, None if text == "NaN" else float(text)))
+        fields = json_object(raw) if special else given
         row = Row(row.index, row.line, fields)
         if not is_batch_line(fields, (*PROMPT_KINDS, rules.column), rules.columns):
             row = requested(row, fields, rules)
@@ -279,7 +281,7 @@ class _Text:
 
 def too_long(most: int) -> str:
     """Return the fault of a line or record of over `most` bytes."""
-    return f"is longer than {size(most)}"
+    return f"is longer than {f'{most >> 20} MiB' if most >> 20 else size(most)}"
 
 
 def too_wide(raw: bytes | bytearray) -> str | None:
@@ -325,12 +327,16 @@ def too_many(raw: bytes) -> str | None:
 
 
 def json_object(raw: bytes, constant: Callable[[str], Any] = lambda _: None) -> dict[str, Any]:
-    """Return the JSON object in a line. Raise InvalidInput if the line holds no object, or numbers beyond a float's
-    range. constant: returns the value of NaN, Infinity and -Infinity, which Python and pandas write."""
+    """Return the JSON object in a line. Raise InvalidInput if the line holds no object. constant:
+    returns the value of NaN, Infinity and -Infinity, which Python and pandas write, and of 1e400."""
     if fault := too_wide(raw) or utf8_fault(raw) or too_many(raw):
         raise InvalidInput(fault)
+
+    def finite(text: str) -> Any:
+        return constant(text) if math.isinf(value := float(text)) else value
+
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=constant, parse_float=_finite)
+        value = json.loads(raw.decode("utf-8"), parse_constant=constant, parse_float=finite)
     except json.JSONDecodeError as error:  # its own text counts lines within this line
         raise InvalidInput(f"invalid JSON: {json_reason(error)} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:
@@ -346,10 +352,3 @@ def json_reason(error: json.JSONDecodeError) -> str:
         further = {",": "a comma after the object (remove it)", "{": "a second object (give each its own line)"}
         return further.get(error.doc[error.pos : error.pos + 1], error.msg)
     return "a byte order mark (BOM)" if "BOM" in error.msg else error.msg.removesuffix(" at")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is beyond the range of a float")
-    return value

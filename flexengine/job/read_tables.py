@@ -182,6 +182,10 @@ def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[Ta
     while further_name in columns:
         further_name = KEPT + further_name
 
+    other = source.remedies.delimiter.format("CHARACTER", "CHARACTER")
+    remedy = f"write quotes around a cell that holds {source.delimiter!r}, and double its own quotes"
+    remedy += f"; if another character separates the cells, {other}"
+
     def named() -> Iterator[TableRow]:
         for line, cells, fault in records:
             fields: dict[str, Any] = dict(zip(columns, cells, strict=False))
@@ -192,7 +196,7 @@ def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[Ta
                 place = next(place for place, cell in enumerate(further, len(columns) + 1) if cell)
                 fault = f"has a cell in column {place}, which has no name"
             elif fault is None and (len(cells) < len(columns) or further_name in fields):
-                fault = f"has {len(cells)} cells, but the header has {width}"
+                fault = f"has {len(cells)} cells, but the header has {width}; {remedy}"
             yield TableRow(line, fields, fault)
 
     return columns, named()

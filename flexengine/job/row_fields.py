@@ -92,9 +92,8 @@ class RowRules:
 
 
 def with_numbers(request: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request whose options are those of `given`: with infinities, which `request` has as None. They are
-    refused as options, and null as data."""
-    return request | {name: given[name] for name in request.keys() & given.keys() & OPTIONS}
+    """Return a request whose options and messages have the infinities of `given`, which make errors; None is data."""
+    return request | {name: given[name] for name in request.keys() & given.keys() & {*_READ, "messages"}}
 
 
 def kept_name(name: str, results: Iterable[str] = RESULTS) -> str:

@@ -1,7 +1,6 @@
 """A row of the input, which all file readers yield, and its request, which an engine runs. A row that cannot be run has
 an error; nothing is raised."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -254,14 +253,10 @@ def _chat_ids(
 ) -> tuple[int, ...]:
     """Return the token ids of messages, with the request's tools. kind: field that the messages are from. options, now:
     as for `job.chats.chat_token_ids`."""
-    from flexengine.job.chats import chat_token_ids, row_messages, tools_of  # jobs without chats do without
+    from flexengine.job.chats import chat_token_ids, check_chat, row_messages, tools_of  # jobs without chats do without
 
     messages, tools = row_messages(given), tools_of(request)
-    try:
-        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
-    except RecursionError as error:
-        raise InvalidInput("messages are nested too deeply") from error
-    check_text(kind, text)
+    check_chat(kind, messages, tools)
     return _text_ids(kind, tokenizer, lambda: chat_token_ids(tokenizer, messages, tools, now, options))
 
 

@@ -33,7 +33,7 @@ CPU_SECONDS = 60  # most time of the processor for one step
 ROWS = (256, 16, 1)  # read at a time
 MOST_REFUSED = 10**7  # error rows of a file
 MOST_ENDS = 300  # processes that ended early one after another, without a finished row group or batch
-_TOO_LARGE = f"{read_json.too_long(read_json.MAX_LINE_BYTES)}, or has over {read_json.MAX_VALUES:,} values"
+_TOO_LARGE = f"{read_json.too_long(read_json.MAX_LINE_BYTES)}, or has over {read_json.MAX_VALUES:,} values; divide it"
 _FILE = "/proc/self/fd/0"
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 

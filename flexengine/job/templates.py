@@ -34,6 +34,10 @@ _LIMITS = {
     _MEMORY: f"more than the {SPARE_BYTES >> 20} MiB of memory, and {SPARE_PER_BYTE} bytes per byte, that are allowed",
 }
 _REMEDY = "use a model with another template"
+_FAULTS = {
+    "SecurityError": "the chat template does what templates must not do here ({})",
+    "RecursionError": "the chat template, or the row, is nested too deeply",
+}
 _KILL_SECONDS = 2  # after CPU_SECONDS, until the kernel ends a step that cannot be interrupted
 _MAX_ERROR = 1000  # characters
 _LINE = "line "  # begins the reason of an error in the text of a template
@@ -117,6 +121,8 @@ class _Renderer:
         if kind in _LIMITS:
             raise TemplateFault(f"the chat template takes {_LIMITS[kind]} for a row; shorten the row, or {_REMEDY}")
         name, _, reason = text.partition(": ")
+        if name in _FAULTS:
+            raise TemplateFault(f"{_FAULTS[name].format(reason)}; {_REMEDY}")
         raise type(name, (TemplateFault,), {})(reason)
 
     def _ask(self, arguments: dict[str, Any], now: datetime) -> tuple[bytes, str]:

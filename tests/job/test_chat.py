@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.job.inputs import InputRows
 from flexengine.job.openai import CHAT as OPENAI_CHAT
 from flexengine.job.openai import request_of
 from flexengine.job.rows import Request, Row, encode
@@ -337,3 +338,43 @@ def test_texts_instead_of_messages_name_what_runs_them():
     with pytest.raises(InvalidInput, match="an array of messages") as caught:
         request_of(batch_fields(OPENAI_CHAT, messages="Hello"))
     assert "--chat" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", '{"x": Infinity}', '[{"function": {"x": Infinity}}]'])
+@pytest.mark.parametrize("name", ["tools", "messages"])
+def test_infinities_in_fields_of_a_chat_are_error_rows(tmp_path, name, value):
+    cells = {"messages": '[{"role": "user", "content": "a"}]'} | {name: value}
+    if name == "messages" and value[0] == "[":
+        cells[name] = '[{"role": "user", "content": "a", "tool_calls": [{"x": Infinity}]}]'
+    (tmp_path / "in.jsonl").write_text("{" + ", ".join(f'"{n}": {v}' for n, v in cells.items()) + "}")
+    (row,) = InputRows(tmp_path / "in.jsonl")
+    made = encode(row, tokenizer(), 64, SamplingParams(max_tokens=4))
+    assert isinstance(made, Row)
+    assert made.error.startswith(f"line 1: {name}")
+    assert ("holds Infinity or NaN" if value[0] == "[" else "it must be an array") in made.error
+
+
+def test_tool_calls_that_the_template_leaves_out_are_an_error():
+    fault = "messages[1].tool_calls are given, but the model's chat template does not use them"
+    assert fault in error_of({"messages": CHAT}, PLAIN)
+    default = "{% for m in messages %}{{ m.role }} : {{ m.content | default('') }} {% endfor %}"
+    assert fault in error_of({"messages": CHAT}, default)
+    assert isinstance(run({"messages": CHAT}), Request)
+
+
+def test_fields_of_messages_that_the_template_leaves_out_are_named_once(caplog):
+    rows = [{"messages": [{"role": "user", "content": "a", "name": "b", "more": 1}]}] * 2
+    template = "{% for m in messages %}{{ m.role }} : {{ m.name }} {{ m.content }} {% endfor %}{# named #}"
+    with caplog.at_level("INFO", "flexengine"):
+        assert [words(run(row, template)) for row in rows] == ["user : b a"] * 2
+    assert [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()] == [
+        "the model's chat template leaves messages[0].more out (and maybe others)"
+    ]
+
+
+def test_faults_of_templates_name_no_class_and_half_a_surrogate_pair():
+    forbidden = error_of({"messages": ASKED}, "{{ messages.__class__.__mro__ }}{{ ''.__class__.mro() }}")
+    assert "the chat template does what templates must not do here" in forbidden
+    assert "SecurityError" not in forbidden
+    surrogate = error_of({"messages": ASKED}, "{{ '\\ud800' }}a")
+    assert "the text that the chat template writes holds half a surrogate pair" in surrogate

@@ -51,7 +51,7 @@ def test_csv_as_the_csv_module_writes_it(tmp_path):
 @pytest.mark.parametrize("after", [b"4,hello,6\n\n7,world,9", b'4,"hel""lo",6\n7,"wor\nld",9\n'])
 def test_a_bad_record_is_one_error_row(tmp_path, bad, reason, after):
     rows = rows_of(tmp_path, b"id,prompt,x\n0,hi,0\n" + bad + b"\n" + after, "in.csv")
-    kept = {"id": "1", "prompt": "2"} if "cells" in reason else {}
+    kept = {"id": "1", "prompt": "2"} if "cells" in reason else {"id": "1"} if reason == "invalid CSV" else {}
     kept |= {"x": "3", "further_cells": ["4"]} if b"4" in bad else {}
     assert rows[1].fields == kept
     assert [r.fields.get("id") for r in rows] == ["0", kept.get("id"), "4", "7"]
@@ -64,7 +64,10 @@ def test_a_bad_record_is_one_error_row(tmp_path, bad, reason, after):
 def test_further_cells_replace_no_column(tmp_path):
     (row,) = rows_of(tmp_path, b"prompt,further_cells\na,b,c,d\n", "in.csv", template="{prompt}")
     assert row.fields == {"prompt": "a", "further_cells": "b", "input_further_cells": ["c", "d"]}
-    assert row.error == "line 2: has 4 cells, but the header has 2"
+    assert row.error == (
+        "line 2: has 4 cells, but the header has 2; write quotes around a cell that holds ',', and double its own"
+        " quotes; if another character separates the cells, give --delimiter CHARACTER (delimiter=CHARACTER in Python)"
+    )
     (row,) = rows_of(tmp_path, b'prompt,id\n"a",1,\n', "in.csv")
     assert row.fields == {"prompt": "a", "id": "1", "further_cells": [""]}
 
@@ -259,3 +262,25 @@ def test_rows_of_a_csv_file_are_scored(tmp_path):
     assert rows[2].request["prompt"] == "hi"
     assert rows[3].error.startswith("line 5: choices is '[1', which is no JSON list: Expecting ',' delimiter")
     assert [row.is_scored for row in rows_of(tmp_path, b"text\nhello\n", "in.csv", score=True)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [('7,"say \\"hi\\", x",c', "',' expected after '\"'"), ('7,"no end,c', "a quoted cell has no end")],
+)
+def test_a_stray_quote_names_the_remedy_and_keeps_the_cells_before(tmp_path, record, fault):
+    rows = rows_of(tmp_path, f"id,prompt,x\n{record}\n8,b,c\n".encode(), "in.csv")
+    assert [row.fields for row in rows] == [{"id": "7"}, {"id": "8", "prompt": "b", "x": "c"}]
+    remedy = 'double each quote inside a quoted cell (""), as a backslash is text here'
+    assert rows[0].error.startswith(f"line 2: invalid CSV: {fault}; {remedy}")
+
+
+def test_all_byte_order_marks_at_the_beginning_are_left_out(tmp_path):
+    for start in ("", "sep=;\n"):
+        mark = start[4:5] or ","
+        text = f"\ufeff\ufeff{start}id{mark}prompt\n1{mark}\ufeffa\n"
+        (row,) = rows_of(tmp_path, text.encode(), "in.csv")
+        assert row.fields == {"id": "1", "prompt": "\ufeffa"}
+    for name, line in (("in.txt", "a"), ("in.jsonl", '{"prompt": "a"}')):
+        (row,) = rows_of(tmp_path, f"\ufeff\ufeff\ufeff{line}".encode(), name)
+        assert row.fields == {"prompt": "a"}

@@ -220,12 +220,21 @@ def test_fields_of_other_programs_are_compared_with_the_parameters_of_the_job() 
         ({"messages": ASKED, "system": "Be short."}, 'begin messages with {"role": "system", "content": ...}'),
         ({"messages": ASKED, "system_instruction": {"parts": []}}, "it is a message here"),
         ({"response_format": "json"}, 'only {"type": "text"} is supported'),
+        ({"samplers": ["top_k"]}, "it is not supported"), ({"samplers": "k"}, "it is not supported"),
+        ({"sampler_order": [6, 0]}, "it is not supported"), ({"sampler_priority": "k"}, "it is not supported"),
+        ({"messages": ASKED, "instructions": "Be short."}, "it is a message here"),
     ],
 )  # fmt: skip
 def test_fields_of_other_programs_are_never_ignored(fields: dict[str, Any], remedy: str) -> None:
     error = error_of(fields if "messages" in fields else {"prompt": "a", **fields})
     assert f"{[*fields][-1]} is " in error
     assert remedy in error
+
+
+def test_fields_with_names_of_data_are_data() -> None:
+    expected = run({"prompt": "a"}).prompt_ids
+    for fields in ({"instructions": "Be short."}, {"samplers": 3}, {"sampler_order": "first"}):
+        assert run({"prompt": "a", **fields}).prompt_ids == expected
 
 
 def test_a_system_prompt_beside_one_of_the_messages_is_data() -> None:
