@@ -16,7 +16,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, is_missing, json_kind, shown
-from flexengine.job.bounds import BoundedTokenizer, check_known
+from flexengine.job.bounds import BoundedTokenizer, check_known, check_text
 from flexengine.job.foreign import whole
 from flexengine.job.near_names import renamed
 from flexengine.job.python_arguments import argument
@@ -26,7 +26,6 @@ from flexengine.job.rows import (
     Request,
     Row,
     Target,
-    check_text,
     checked_ids,
     tokenized,
     without_place,

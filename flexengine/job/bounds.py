@@ -7,6 +7,14 @@ from typing import Any
 from flexengine.errors import InvalidInput, library_faults, shown, size_within
 
 
+def check_text(kind: str, text: str) -> None:
+    """Raise InvalidInput if UTF-8 cannot encode the text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"{kind} holds half a surrogate pair, which is no character; remove it") from error
+
+
 def check_known(ids: Sequence[int], tokenizer: Any, vocabulary: int | None) -> None:
     """Raise InvalidInput if a text has a token that the model does not have: tokenizers may have more tokens than the
     model's embedding. vocabulary: its number of tokens; None does not check."""

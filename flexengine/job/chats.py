@@ -8,9 +8,9 @@ from typing import Any
 
 from flexengine.activity import message as say
 from flexengine.errors import InvalidInput, alike, blankness, cut, fault_text, is_fault, json_kind, shown
+from flexengine.job.bounds import check_text
 from flexengine.job.foreign import TOOLS
 from flexengine.job.near_names import stated
-from flexengine.job.rows import check_text
 
 _ROLES = ("user", "assistant", "system", "tool")
 _ALLOWED = f"it must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"

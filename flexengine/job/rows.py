@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
 from flexengine.errors import VISIBLE, InvalidInput, blankness, is_missing, json_kind, library_faults, shown
-from flexengine.job.bounds import BoundedTokenizer, check_known
+from flexengine.job.bounds import BoundedTokenizer, check_known, check_text
 from flexengine.job.foreign import CHAT_ONLY, FOREIGN, TOOLS, check_format, own_sampling, whole
 from flexengine.records import unwrapped
 
@@ -280,14 +280,6 @@ def _text_ids(kind: str, tokenizer: Any, tokenize: Callable[[], Any]) -> tuple[i
     if not ids:
         raise InvalidInput(f"{kind} is empty after tokenisation")
     return ids
-
-
-def check_text(kind: str, text: str) -> None:
-    """Raise InvalidInput if UTF-8 cannot encode the text."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidInput(f"{kind} holds half a surrogate pair, which is no character; remove it") from error
 
 
 def checked_ids(kind: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams
 from flexengine.errors import InvalidInput, library_faults, shown
+from flexengine.job.bounds import check_text
 from flexengine.job.results import logprob_of
-from flexengine.job.rows import check_text
 from flexengine.job.templates import chat_text
 
 Token = dict[str, Any]
