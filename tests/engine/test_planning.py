@@ -325,7 +325,9 @@ def test_what_did_not_fit_is_measured_when_it_does(families: Any, moments: list[
         with Engine(families("llama").directory, device="cpu", device_mem=memory) as engine:
             with pytest.MonkeyPatch.context() as patch:
                 if not fits:
-                    patch.setattr("flexengine.measure.machine.measure_model", lambda *_, **__: {"layers": {}, "heads": {}})
+                    patch.setattr(
+                        "flexengine.measure.machine.measure_model", lambda *_, **__: {"layers": {}, "heads": {}}
+                    )
                 engine.planner.rates.measure_quickly()
             known = engine.planner.rates.known()
             assert {*known.quick} == {*known.layers, *known.fused, *known.heads, *known.attention}

@@ -177,7 +177,6 @@ def test_rows_longer_than_a_chunk_are_refused(tmp_path: Path) -> None:
         fits, longer = engine.generate(rows, SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(fits.token_ids) == 4
     assert "more than the model's context of 16" in longer.error
-    assert "attention_chunk_size" in longer.error
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40, "factor": 4.0}

@@ -228,14 +228,18 @@ def test_lanes_end_if_the_wait_for_the_watchdog_is_interrupted(monkeypatch: Any,
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    watchdogs = list[threading.Thread]()
+
     def work() -> None:
         with Executor(lambda task: None, "thread") as executor:
             executor.run(Program([("disk",)] * 2, 1, 2, DIRECT).sweep(0, uniform(1), False))
-            (own,) = [thread for thread in threading.enumerate() if thread.name == "flexengine-watchdog"]
-            monkeypatch.setattr(own, "join", interrupted)
+            watchdogs.extend(thread for thread in threading.enumerate() if thread.name == "flexengine-watchdog")
+            monkeypatch.setattr(watchdogs[0], "join", interrupted)
 
     with pytest.raises(KeyboardInterrupt):
         work()
+    threading.Thread.join(watchdogs[0], PATIENCE)  # nothing waited for it
+    assert len(watchdogs) == 1
     assert not left_threads()
 
 

@@ -27,15 +27,18 @@ def test_the_threads_end_before_lanes_compute_and_start_again() -> None:
     def work() -> None:
         torch.set_num_threads(3)
         before, x = threads(), torch.arange(1 << 20)
-        for end in (end_idle_threads, Executor(lambda _: None, "inline").__enter__):
+        executor = Executor(lambda _: None, "inline")
+        for end, started in ((end_idle_threads, 0), (executor.__enter__, 1)):  # an executor's watchdog is a thread
             first = x + x
             assert threads(before + 2) == before + 2
             end()
-            assert threads(before) == before
+            assert threads(before + started) == before + started
             assert torch.get_num_threads() == 3
             assert torch.equal(x + x, first)
-            assert threads(before + 2) == before + 2
+            assert threads(before + started + 2) == before + started + 2
             end_idle_threads()
+        executor.__exit__(None, None, None)
+        assert threads(before) == before
 
     number = torch.get_num_threads()
     try:
