@@ -222,15 +222,16 @@ def table_of_text(rng: random.Random, rows: int, delimiter: str) -> tuple[bytes,
 
 
 def table(rng: random.Random, rows: int) -> tuple[pa.Table, list[Found]]:
-    """Return a table of hostile types. Some prompts are not UTF-8."""
+    """Return a table of hostile types. Some prompts are not UTF-8, some times beyond the years 1 to 9999."""
     prompts = [rng.choice((None, b"\xff", b"a\xc3")) if rng.random() < 0.2 else text(rng).encode() for _ in range(rows)]
     packed = pa.array(prompts, pa.binary())
     column = pa.StringArray.from_buffers(rows, packed.buffers()[1], packed.buffers()[2], packed.buffers()[0])
     moment, names = datetime.datetime(2024, 2, 29, 12), [text(rng) for _ in range(3)]
+    far = [rng.choice((0, 2**50, -(2**50), None)) for _ in range(rows)]
     columns = {
         "prompt": column,
         "zone": pa.array([rng.randrange(-(2**40), 2**40) for _ in range(rows)], pa.timestamp("ms", "Mars/Phobos")),
-        "far": pa.array([rng.choice((0, 2**50, -(2**50), None)) for _ in range(rows)], pa.timestamp("s")),
+        "far": pa.array(far, pa.timestamp("s")),
         "fine": pa.array([rng.randrange(86_400 * 10**9) for _ in range(rows)], pa.time64("ns")),
         "kind": pa.array([rng.choice(names) for _ in range(rows)]).dictionary_encode(),
         "deep": pa.array([[[{"a": text(rng), "b": [rng.random()]}]] * rng.randrange(3) for _ in range(rows)]),
@@ -240,8 +241,9 @@ def table(rng: random.Random, rows: int) -> tuple[pa.Table, list[Found]]:
         "odd": pa.array([rng.choice((float("nan"), float("-inf"), 1.5)) for _ in range(rows)]),
         "nothing": pa.nulls(rows),
     }
-    found = [Found(None if p is None else _decoded(p), p is None or _decoded(p) is not None) for p in prompts]
-    return pa.table(columns), found
+    read = [None if p is None else _decoded(p) for p in prompts]
+    good = [(p is None) == (text is None) and not seconds for p, text, seconds in zip(prompts, read, far, strict=True)]
+    return pa.table(columns), [Found(text, fine) for text, fine in zip(read, good, strict=True)]
 
 
 Make = Callable[[random.Random, int], tuple[Any, list[Found]]]
