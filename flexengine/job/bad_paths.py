@@ -19,13 +19,15 @@ def name_fault(path: str | os.PathLike[str]) -> str:
     whole = os.fsencode(path)
     part = max(map(len, whole.split(b"/")))
     if part > most["PC_NAME_MAX"]:
-        return f"{'it' if part == len(whole) else 'a name in it'} has {part:,} bytes; a file's name has at most 255"
-    return f"it has {len(whole):,} bytes; a path has fewer than 4,096" if len(whole) >= most["PC_PATH_MAX"] else ""
+        what = "it" if part == len(whole) else "a name in it"
+        return f"{what} has {part:,} bytes; a file's name has at most {most['PC_NAME_MAX']:,}"
+    limit = most["PC_PATH_MAX"]
+    return f"it has {len(whole):,} bytes; a path has fewer than {limit:,}" if len(whole) >= limit else ""
 
 
 def long_output(path: str | os.PathLike[str], target: Path) -> InvalidInput:
     """Return the error of an output whose name, or that of its journal beside it, is too long."""
-    fault = f"{name_fault(target)}" or f"with .journal, {name_fault(f'{target}.journal')}"
+    fault = name_fault(target) or f"with .journal, {name_fault(f'{target}.journal')}"
     return InvalidInput(f"output {shown(os.fspath(path))} cannot be a file's name: {fault}; give a shorter name")
 
 
@@ -44,7 +46,7 @@ def unreadable(name: Path, error: OSError, stream: bool, accepted: str) -> Inval
         stream: whether it is a stream.
         accepted: names of inputs that are read, for the message.
     """
-    reason, remedy, known = f"{error.strerror}", f"give a file: {accepted}", None
+    reason, remedy, known = str(error.strerror), f"give a file: {accepted}", None
     if not stream:
         with suppress(OSError):
             known = meant(name.name, [each for each in os.listdir(name.parent) if each != name.name])

@@ -18,7 +18,6 @@ from flexengine.activity import Activity, listener, message, reporting
 from flexengine.activity.display import Display
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost, shown
-from flexengine.job.bad_paths import name_fault
 from flexengine.job.chats import chat_fault
 from flexengine.job.files import full_disk, stdout_is_open
 from flexengine.plan.formatting import clock, count, lane_name, percent, place_name, plain, rate, size
@@ -264,13 +263,12 @@ def exit_code(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as stop:
         return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
     except OSError as error:
-        if (
-            error.errno == errno.ENAMETOOLONG
-            and isinstance(error.filename, str)
-            and (fault := name_fault(error.filename))
-        ):
-            say_error(f"{shown(error.filename)} cannot be a file's name: {fault}; give a shorter name")
-            return REFUSED
+        if error.errno == errno.ENAMETOOLONG and isinstance(error.filename, str):
+            from flexengine.job.bad_paths import name_fault  # few names are so long
+
+            if fault := name_fault(error.filename):
+                say_error(f"{shown(error.filename)} cannot be a file's name: {fault}; give a shorter name")
+                return REFUSED
         text = with_room(error)
         if isinstance(error, BrokenPipeError):
             text = "the reader of the output closed it before all was written"
