@@ -1,8 +1,10 @@
 """Measurement of each link's rate through the tiers, so that throttling and staging are included."""
 
 import os
+import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +38,7 @@ WIDTH = 512  # rows and columns of products that keep the CPU busy
 QUICK_READS, QUICK_SECONDS = (256 * KIB, 4 * MIB), 0.12  # of `quick_reads`
 COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
 TURNS = 4  # turns of all sizes
+FEWEST = 3  # turns whose median one halt of a disk does not decide
 PATIENCE = 1.0  # seconds; a size whose single transfer would take longer is left out
 WHAT = "measuring"
 DTYPE = torch.bfloat16  # of all transfers, which do not convert
@@ -74,11 +77,17 @@ def _sizes(sizes: Sequence[int], most: int) -> list[int]:
     return [size for size in sizes if size <= most] or [max(ALIGN, most // ALIGN * ALIGN)]
 
 
-def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], object], machine: Machine) -> Table:
+def _table(
+    sizes: Iterable[int], budget: float, call: Callable[[int, int], object], machine: Machine, few: bool = False
+) -> Table:
     """Return (size, bytes per second) for each size of a transfer, ascending. Sizes take turns, and a rate is a mean
-    over all turns, as the rate of a disk changes with time. budget: seconds for each size. call(size, number) makes
-    transfer `number`."""
-    chosen, spent, calls = list(sizes), dict[int, float](), dict[int, int]()
+    over all turns, as the rate of a disk changes with time.
+
+    budget: seconds for each size.
+    call: call(size, number) makes transfer `number`.
+    few: turns are too short for a mean, which one halt of a disk would decide; a rate is the median of its turns.
+    """
+    chosen, turns = list(sizes), defaultdict[int, list[tuple[float, int]]](list)  # seconds and transfers by size
     each = 0.0  # seconds per byte at the previous size
     for size in list(chosen):
         if size * each > PATIENCE:
@@ -87,13 +96,23 @@ def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], objec
         seconds, count = timed(partial(call, size), budget / TURNS, machine)
         each = seconds / count / size
         if seconds > budget:  # a slow transfer needs no warm-up
-            spent[size], calls[size] = seconds, count
+            turns[size].append((seconds, count))
     for size in chosen * TURNS:
-        if spent.get(size, 0.0) < budget:
-            first = calls.get(size, 0)
-            seconds, count = timed(partial(call, size), budget / TURNS, machine, first)
-            spent[size], calls[size] = spent.get(size, 0.0) + seconds, first + count
-    return tuple((float(size), size * calls[size] / spent[size]) for size in chosen)
+        spent, first = sum(seconds for seconds, _ in turns[size]), sum(count for _, count in turns[size])
+        if spent < budget or (few and len(turns[size]) < FEWEST and spent < PATIENCE):
+            turns[size].append(timed(partial(call, size), budget / TURNS, machine, first))
+    rate = _median if few else _mean
+    return tuple((float(size), size * rate(turns[size])) for size in chosen)
+
+
+def _mean(turns: Sequence[tuple[float, int]]) -> float:
+    """Return transfers per second of (seconds, transfers)."""
+    return sum(count for _, count in turns) / sum(seconds for seconds, _ in turns)
+
+
+def _median(turns: Sequence[tuple[float, int]]) -> float:
+    """Return the median over turns of transfers per second."""
+    return statistics.median(count / seconds for seconds, count in turns)
 
 
 def _touch(most: int) -> dict[str, float]:
@@ -196,10 +215,12 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
 def quick_reads(machine: Machine, checkpoint: Sequence[Path]) -> Table:
     """Return the rates of reads of the model's own file, within half a second; () if it has none."""
     with readable(machine, checkpoint, quick=True) as files:
-        return _checkpoint_read(machine, files, QUICK_READS, QUICK_SECONDS) if files else ()
+        return _checkpoint_read(machine, files, QUICK_READS, QUICK_SECONDS, few=True) if files else ()
 
 
-def _checkpoint_read(machine: Machine, files: Mapping[Path, int], sizes: Sequence[int], seconds: float) -> Table:
+def _checkpoint_read(
+    machine: Machine, files: Mapping[Path, int], sizes: Sequence[int], seconds: float, few: bool = False
+) -> Table:
     tier = "device" if machine.capacity.shared else "host"
     with Borrowed(machine) as regions:
         sizes = _sizes(sizes, min(room(machine, tier), max(files.values())))
@@ -209,7 +230,7 @@ def _checkpoint_read(machine: Machine, files: Mapping[Path, int], sizes: Sequenc
         def read(size: int, i: int) -> None:  # to another offset each time, as weight slots are not cached either
             machine.disk.load_all([(next(streams[size]), _slice(target, size, i))])
 
-        return _table(sizes, seconds, read, machine)
+        return _table(sizes, seconds, read, machine, few)
 
 
 def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterator[Region]:

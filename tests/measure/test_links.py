@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,27 @@ def test_the_checkpoint_itself_is_read(
     with links.readable(machine, paths) as files:
         assert not set(files) & set(paths)
         assert list(files.values()) == [16 << 20]
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("halts", [(), (0,), (1,), (2,)])
+def test_one_halt_of_the_disk_decides_no_quick_rate(
+    halts: tuple[int, ...], at: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read of 4 MiB waits half a second: the only one of the first turn, or one of a later turn."""
+    path, size = tmp_path / "model.safetensors", links.QUICK_READS[1]
+    path.write_bytes(bytes(4 * size))
+    machine = at("sim", 50 * MB, Links(disk_read=400 * MB))
+    load_all, reads = machine.disk.load_all, []
+
+    def loaded(pairs: Any) -> None:
+        load_all(pairs)
+        if pairs[0][0].nbytes == size:
+            time.sleep(0.5 if len(reads) in halts else 0.0)
+            reads.append(size)
+
+    monkeypatch.setattr(machine.disk, "load_all", loaded)
+    (_, small), (_, large) = links.quick_reads(machine, [path])
+    assert 0.75 * 400 * MB <= large <= 400.5 * MB
+    assert small <= 400.5 * MB
+    assert len(reads) > max(halts, default=0)
