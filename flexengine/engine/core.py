@@ -262,7 +262,7 @@ class Core:
         with contextlib.ExitStack() as undo:  # `Cache` first, as it creates spill files, which may fail
             cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
             undo.callback(cache.close)
-            hidden = Hidden(self.facts, layout, self.machine, self.dtype, ports)
+            hidden = Hidden(self.skeleton.hidden_shape, layout, self.machine, self.dtype, ports)
             undo.callback(hidden.close)
             attenders = dict[str, Any]()
             for place in sorted(layout.delegation):

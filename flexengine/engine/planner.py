@@ -110,6 +110,8 @@ class Planner:
         least lossy, the best and the fastest other choice that fit are measured briefly, if the job is predicted to
         take longer than that, and the best of these is chosen."""
         found = dict[Lossy, float]()
+        if self.opened.facts.chooses(workload.longest):  # an indexer's keys must be plain
+            among = [each for each in among if not each.cache_bits and each.sparse_attention is None] or among
 
         def seconds(lossy: Lossy, own: bool) -> float:
             self.use(lossy)

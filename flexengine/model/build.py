@@ -1,6 +1,7 @@
 """Building of a skeleton from a model directory, and the check that the model can be run in units."""
 
 import inspect
+import math
 import threading
 import warnings
 from collections import Counter
@@ -40,14 +41,19 @@ _ADAPTED = {
     "flexengine.model.adapters.bart:adapt": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus"
     " plbart trocr xglm",
     "flexengine.model.adapters.bert:adapt": "big_bird git megatron-bert rembert roformer xmod",
+    "flexengine.model.adapters.deepseek_v4:adapt": "deepseek_v4",
     "flexengine.model.adapters.diffllama:adapt": "diffllama",
     "flexengine.model.adapters.experts:adapt": "dbrx jetmoe llama4 llama4_text",
     "flexengine.model.adapters.falcon:adapt": "falcon",
     "flexengine.model.adapters.mllama:adapt": "mllama mllama_text_model",
+    "flexengine.model.adapters.qwen4:adapt": "qwen4_exp qwen4_exp_text",
+    "flexengine.model.adapters.sparse:adapt": "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4",
     "flexengine.model.adapters.scores:adapt": "codegen gpt_neo gpt_neox_japanese gptj openai-gpt",
 }
 ADAPTERS = {kind: adapter for adapter, kinds in _ADAPTED.items() for kind in kinds.split()}
 _MIXERS = "flexengine.model.mixers"  # imported for models whose layers keep states beside keys and values
+_TABLES = "flexengine.model.tables"  # imported for models with further embeddings whose rows stay in the checkpoint
+_OF_LAYERS = "embed_tokens_per_layer"  # module of a decoder: rows of all layers for each token id
 _STATE_CALLS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
@@ -76,10 +82,14 @@ def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_co
             attends = _trial(skeleton, watch)
         adapt = partial(_adapt, model.config) if model.config.model_type in ADAPTERS else None
         others = skeleton.mixing.reasons(attends) if skeleton.mixing else {}
+        others |= {j: "its indexer chooses the keys of each token" for j, event in attends.items() if event.choice}
         whole = {j: event for j, event in attends.items() if j not in others}
         skeleton.as_modules = use_native_layers(model, whole, arguments, adapt)
         skeleton.as_modules.update(others)
-        skeleton.queries_apart = not skeleton.mixing and separable(calls)
+        skeleton.queries_apart = not (skeleton.mixing or skeleton.choosing) and separable(calls)
+        if skeleton.tables or skeleton.hidden_width > config.get_text_config().hidden_size:
+            with marked(ATTENTION):
+                skeleton.held = resolve_name("flexengine.model.peak:bytes_beside")(skeleton)
         _restore_buffers(model)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
@@ -162,8 +172,13 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     embedding_weight, head_weight = f"{names[embedding]}.weight", f"{names[head]}.weight"
     persistent = set(model.state_dict(keep_vars=True))
     layers: list[dict[str, ParamRef]] = [{} for _ in range(count)]
+    tables: dict[str, Any] = {}
     others: dict[str, ParamRef] = {}  # also of modules that several layers have, as in Zamba
     number = Counter(module for layer in modules for module in layer.modules())
+
+    def number_of(module_name: str) -> int:
+        return int(module_name[len(path) + 1 :].split(".")[0])
+
     for module_name, module in model.named_modules():
         if module is embedding or module is head:
             continue
@@ -172,7 +187,11 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
             if tensor is None or full not in persistent:
                 continue
             inside = module_name.startswith(f"{path}.") and number[module] == 1
-            group = layers[int(module_name[len(path) + 1 :].split(".")[0])] if inside else others
+            large = inside and tensor.numel() >= embedding.weight.numel()
+            if isinstance(module, nn.Embedding) and (large or module_name.endswith(_OF_LAYERS)):
+                tables[full] = resolve_name(f"{_TABLES}:table_of")(module, number_of(module_name) if inside else None)
+                continue
+            group = layers[number_of(module_name)] if inside else others
             group[full] = ParamRef(module, key, tuple(tensor.shape))
     product = Product(model.dtype)
     use_product(model, product)
@@ -191,6 +210,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
         name,
         layers,
         others,
+        tables=tables,
         embedding=(embedding_weight, tuple(embedding.weight.shape)),
         head=(head_weight, tuple(head.weight.shape)),
         head_bias=f"{names[head]}.bias" if head.bias is not None else None,
@@ -205,7 +225,10 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
 
 
 def keeps_state(module: nn.Module) -> bool:
-    """Return whether the module's own forward writes a state to a cache of transformers."""
+    """Return whether the module's own forward writes a state to a cache of transformers, or its adapter says that one
+    of its parts does."""
+    if getattr(type(module), "keeps_state", False):
+        return True
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and not _STATE_CALLS.isdisjoint(code.co_names)
 
@@ -223,8 +246,11 @@ def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
         if isinstance(event, Layer):
             layer = event.index
             seen.append(f"layer {layer}")
-            if event.hidden.shape != (1, TRIAL_TOKENS, skeleton.config.get_text_config().hidden_size):
+            shape = tuple(-1 if n == TRIAL_TOKENS else n for n in event.hidden.shape)
+            skewed = math.prod(shape) % skeleton.config.get_text_config().hidden_size  # of whole residual streams
+            if shape.count(-1) != 1 or shape != (skeleton.hidden_shape or shape) or skewed:
                 raise UnsupportedModel(f"hidden states are {tuple(event.hidden.shape)} between layers")
+            skeleton.hidden_shape = shape
             if watch and watch.made(event.hidden):
                 raise UnsupportedModel(_COUNTED)
         elif isinstance(event, Mix):
@@ -235,6 +261,9 @@ def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
             if watch and watch.made(event.q, event.k, event.v):
                 raise UnsupportedModel(_COUNTED)
             skeleton.windows[event.layer], attends[event.layer] = window_at(event), event
+            if event.choice is not None:
+                skeleton.choosing = event.choice.positions.shape[1]
+                skeleton.always_chooses |= hasattr(event.choice, "place")  # adapters/deepseek_v4.py
             if chunk := getattr(event.mask, "chunk_tokens", None):
                 skeleton.chunk = min(chunk, skeleton.chunk or chunk)
             (heads, tokens, head_dim), (kv_heads, count, width) = event.q.shape[1:], event.v.shape[1:]
@@ -271,6 +300,8 @@ def _restore_buffers(model: Any) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies), as the meta device has no values."""
     if (taken := sum(b.nbytes for b in model.buffers())) > _BUFFERS:
         raise UnsupportedModel(f"its buffers take {size_within(taken)}, over {size(_BUFFERS)}; correct its config")
+    if not hasattr(model, "hidden_size"):  # Gemma 3n reads it of the model, where only its decoder has it
+        model.hidden_size = model.config.get_text_config().hidden_size
     for module in model.modules():
         own = {k: module._buffers.get(k) for k in module._non_persistent_buffers_set}
         lost = {k: b for k, b in own.items() if b is not None and b.is_meta}

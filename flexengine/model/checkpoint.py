@@ -208,6 +208,9 @@ class Loading:
         # Old numbers of the layers, if an adapter has left layers out (adapters/mllama.py).
         self.kept: list[int] = getattr(model, "kept_layers", [])
         ignored = [*_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        # Parameters that the checkpoint may store as integers, which fp32 represents.
+        ends = getattr(model, "small_integers", ())
+        self.integers = {name for name in self.shapes if ends and name.endswith(ends)}
         self.has_towers = any(re.search(_TOWERS, name) for name in self.shapes)
         self.ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))  # tensors that are not loaded
 
@@ -262,7 +265,7 @@ def origins(
         extras |= {name: "parts for images and sound" for name in unused if re.search(_TOWERS, name)}
     if any(origin.form for origin in tensors.values()):
         extras |= resolve_name("flexengine.model.quantised.matrices:zero_biases")(unused, tensors)
-    _check(located, wanted, [name for name in unused if name not in extras])
+    _check(located, wanted, [name for name in unused if name not in extras], loading.integers)
     if extras:
         some, kinds = ", ".join(list(extras)[:3]) + " ..." * (len(extras) > 3), ", ".join(sorted({*extras.values()}))
         message(f"{len(extras)} tensors are ignored, as generation does not use them: {some} ({kinds})", WARNING)
@@ -372,13 +375,15 @@ def _runs(numbers: torch.Tensor, sources: list[Origin], nbytes: int) -> tuple[By
     return tuple(runs)
 
 
-def _check(located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]], unused: Iterable[str]) -> None:
+def _check(
+    located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]], unused: Iterable[str], integers: set[str]
+) -> None:
     """Raise BadCheckpoint if a wanted parameter is missing or unfit, or a tensor is unused."""
     have = {name: located[name] for name in wanted if name in located}
     faults = {
         "missing": sorted(set(wanted) - set(have)),
         "of another shape": [f"{n} {o.shape} instead of {wanted[n]}" for n, o in have.items() if o.shape != wanted[n]],
-        "not floating point": sorted(n for n, o in have.items() if not o.dtype.is_floating_point),
+        "not floating point": sorted(n for n, o in have.items() if not (o.dtype.is_floating_point or n in integers)),
         "in 8 bits without scales": [n for n, o in have.items() if o.dtype.is_floating_point and o.dtype.itemsize < 2],
         "not used by the model": list(unused),
     }

@@ -59,7 +59,7 @@ class Layer:
     """Pause before the decoder layer `index`, or after the last layer of a range."""
 
     index: int
-    hidden: Tensor  # [1, tokens, hidden], input of the layer
+    hidden: Tensor  # [1, tokens, hidden], input of the layer; of several residual streams, see `Skeleton.hidden_shape`
 
 
 class Attend(NamedTuple):
@@ -74,6 +74,7 @@ class Attend(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     mask: Tensor | None = None  # only in a trial pass (build.py)
+    choice: Any = None  # a `adapters.sparse.Choice`, if tokens see chosen keys only
 
 
 class Query(NamedTuple):
@@ -134,6 +135,7 @@ def attend(
 
     Raise UnsupportedModel if the module passes an option that the engine does not support.
     """
+    choice = others.pop("indices") if hasattr(others.get("indices"), "attended") else None
     if unknown := sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS):
         raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not support")
     if (known := getattr(greenlet.getcurrent(), "attended", None)) is not None:
@@ -141,7 +143,9 @@ def attend(
         return known, None
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    event = Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask)
+    event = Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask, choice)
+    if choice is not None:
+        return choice.attended(event), None
     if getattr(greenlet.getcurrent(), "only_queries", False):
         pause(Query(event))
         raise Queried
@@ -306,6 +310,7 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     embedded: Tensor | None = None  # output of the embedding, if hidden states leave the device between layers
     rotates = False  # whether other processes compute some slices (guests/replicas); no layer is joined then
     attended: Tensor | None = None  # attention of the next layer, if it is known before its queries
+    choice: Any = None  # keys that the last indexer chose (adapters/sparse.py)
     recycles = False  # whether outputs of layers may be in memory that is used again (kernels/recycled.py)
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -332,14 +337,9 @@ class Forward:
         recycles: bool = False,
         rotates: bool = False,
     ) -> None:
-        """Make a pass without starting it.
-
-        Args:
-            mode: entered while the model runs.
-            queries_first: whether the pass pauses at queries. `queries.use_queries_first` prepares the model.
-            recycles: see `Pass`; not if the memory of outputs is freed while the pass is paused.
-            rotates: see `Pass`.
-        """
+        """Make a pass without starting it. mode: entered while the model runs. queries_first: whether it pauses at
+        queries (`queries.use_queries_first` prepares the model). recycles, rotates: see `Pass`; the first not if memory
+        of outputs is freed while the pass is paused."""
         self._model, self.inputs, self._mode = model, inputs, mode
         self._settings = {"inputs": inputs, "queries_first": queries_first, "recycles": recycles, "rotates": rotates}
         self._greenlet: Any = None
@@ -397,4 +397,4 @@ class Forward:
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw()
             self._greenlet.output, self._greenlet.positions, self._greenlet.paged = None, None, ()
-            self._greenlet.embedded = None
+            self._greenlet.embedded = self._greenlet.choice = None

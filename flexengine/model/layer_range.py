@@ -41,6 +41,8 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
         for module in modules:
             module.index -= first
         skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
+        inside = (None, *range(first, end))
+        skeleton.tables = {name: table for name, table in skeleton.tables.items() if table.layer in inside}
         skeleton.windows = {j - first: skeleton.windows[j] for j in range(first, end) if j in skeleton.windows}
         reasons = {j - first: why for j, why in skeleton.as_modules.items() if first <= j < end}
         skeleton.as_modules.clear()

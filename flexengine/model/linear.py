@@ -166,5 +166,5 @@ class Invariance(TorchFunctionMode):
         if func in _MATMUL and not kwargs:
             a, b = args
             if math.prod(a.shape[:-2] + b.shape[:-2]) != 1 or a.dim() < b.dim():
-                return resolve_name("flexengine.model.mixers:batched")(self.product, a, b)
+                return resolve_name("flexengine.model.batched:batched")(self.product, a, b)
         return func(*args, **(kwargs or {}))

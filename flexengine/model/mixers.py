@@ -32,7 +32,7 @@ from flexengine.errors import UnsupportedModel
 from flexengine.kernels.paged import PromptPieces
 from flexengine.model.build import keeps_state
 from flexengine.model.forward import Mix, pause, pausing_layers
-from flexengine.model.linear import FastLinear, Product
+from flexengine.model.linear import FastLinear
 from flexengine.model.peak import Peak
 
 # What modules call whose own forward gives other numbers for a later piece of a prompt, by the adapter for them.
@@ -52,6 +52,7 @@ _CACHES = {"cache", "past_key_values", "past_key_value"}  # names of a cache in 
 STATE = "they keep a state beside keys and values"
 _BLOCKS = {"mlp", "moe"}  # types of layers that are no more than a feed-forward block
 
+Inputs = tuple[Tensor, ...]  # [sequences, tokens, ...] each: hidden states, and what else a module gets of each token
 Key = tuple[str, int]  # kind of state, "conv" or "recurrent", and its number in the layer's cache
 
 
@@ -80,6 +81,7 @@ class StateRecords(NamedTuple):
     numbers: Tensor  # int64 [tokens]: number of the record of each token's sequence
     decode: int  # number of pieces with one token, which are decode steps
     prompts: Sequence[PromptPieces]  # the other pieces
+    key_pages: Any = None  # an `adapters.sparse.IndexPages`, if the layer has an indexer, too
 
 
 class Mixing(NamedTuple):
@@ -158,7 +160,8 @@ class PausingMixer:
 
     own_class: type  # the module's
     with_kernels: Any = None  # a `state_kernels.KernelForward`, if kernels compute its states
-    fields: tuple[Field, ...] = ()  # known after a trial
+    fields: tuple[Field, ...] = ()  # known after a trial, as are:
+    inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape of a token, and dtype, of what it gets by tokens
     grain = CHUNK
     most_tokens, most_sequences = MOST_TOKENS, MOST_TOKENS
 
@@ -168,33 +171,42 @@ class PausingMixer:
         given = dict(zip(names, args, strict=False)) | kwargs
         hidden: Tensor = given.pop(names[0])
         others = {k: v for k, v in given.items() if k not in REPLACED | _HARMLESS and v is not None and v is not False}
+        inputs = {names[0]: hidden}  # by tokens
+        inputs |= {k: v for k, v in others.items() if isinstance(v, Tensor) and v.shape[:2] == hidden.shape[:2]}
+        others = {k: v for k, v in others.items() if k not in inputs}
         if others:
             fault = f"its module {type(self).__name__.removeprefix('Pausing')} gets {', '.join(sorted(others))}"
             raise UnsupportedModel(f"{fault}, which the engine does not support beside a state")
         masks = dict.fromkeys(REPLACED & set(names))
 
-        def run(x: Tensor, view: StateView) -> Any:
-            out = own(x, **{**masks, "cache": view})  # some return a state, too, which their layers do not use
+        def run(xs: Inputs, view: StateView) -> Any:
+            x, *more = xs
+            given = dict(zip(list(inputs)[1:], more, strict=True))
+            out = own(x, **given, **{**masks, "cache": view})  # some return a state, too, which their layers do not use
             return map_tensors(lambda y: y if y.shape[:2] == x.shape[:2] else None, out)
+
+        xs: Inputs = tuple(inputs.values())
 
         records: StateRecords | None = pause(Mix())
         if records is None:  # in a trial, of one prompt
             view = StateView({})
-            out = _joined([run(hidden[:, low:high], view) for low, high in self._cuts(hidden.shape[1])])
+            cuts = self._cuts(hidden.shape[1])
+            out = _joined([run(tuple(x[:, low:high] for x in xs), view) for low, high in cuts])
             if hidden.is_meta and not self.fields:
                 self.fields = _fields(view)
+                self.inputs = {name: (tuple(x.shape[2:]), x.dtype) for name, x in inputs.items()}
             return out
         if self.with_kernels is not None:
             return _joined(list(self.with_kernels.pieces(self, hidden, records)))
-        return _joined(list(self._pieces(run, hidden, records)))
+        return _joined(list(self._pieces(run, xs, records)))
 
-    def _pieces(self, run: Any, hidden: Tensor, records: StateRecords) -> Iterator[Any]:
+    def _pieces(self, run: Any, inputs: Inputs, records: StateRecords) -> Iterator[Any]:
         """Yield outputs of consecutive tokens, and write their states."""
         for first in range(0, records.decode, self.most_sequences):
             end = min(first + self.most_sequences, records.decode)
             numbers = records.numbers[first:end]
             view = self._read(records.pages, numbers)
-            out = run(hidden[0, first:end, None], view)
+            out = run(tuple(x[0, first:end, None] for x in inputs), view)
             self._write(records.pages, numbers, view)
             yield map_tensors(lambda y: y.transpose(0, 1), out)
         for p in records.prompts:
@@ -206,8 +218,8 @@ class PausingMixer:
                 tokens = slice(start, start + count * p.length)
                 numbers = records.numbers[tokens].view(count, p.length)[:, 0].contiguous()
                 view = self._read(records.pages, numbers) if p.past else StateView({})
-                x = hidden[0, tokens].view(count, p.length, -1)
-                outs = [run(x[:, low:high], view) for low, high in self._cuts(p.length)]
+                xs = [x[0, tokens].view(count, p.length, *x.shape[2:]) for x in inputs]
+                outs = [run(tuple(x[:, low:high] for x in xs), view) for low, high in self._cuts(p.length)]
                 self._write(records.pages, numbers, view)
                 yield map_tensors(lambda y: y.reshape(1, -1, *y.shape[2:]), _joined(outs))
 
@@ -271,8 +283,10 @@ def use_mixers(layers: nn.Module) -> None:
     Raise UnsupportedModel for a convolution over tokens outside of them: it would mix the sequences of a gpu_batch.
     """
     logging.getLogger("transformers.integrations.hub_kernels").addFilter(_no_advice)
+    parts = set[nn.Module]()  # of modules with states: the whole module pauses
     for module in layers.modules():
-        if keeps_state(module):
+        if keeps_state(module) and module not in parts:
+            parts.update(module.modules())
             own = type(module)
             source = inspect.getsource(inspect.unwrap(own.forward))
             for name in re.findall(r"self\.(\w+)\.weight @", source):
@@ -335,14 +349,14 @@ def mixing_of(model: Any, attends: Collection[int]) -> Mixing:
         if layer.index not in attends:
             refuse_others(layer)
         own, nbytes = mixers_of(layer), 0
-        if len(own) > 1 or not all(mixer.fields for mixer in own):
-            fault = "several modules with states, or one that a pass does not use"
-            raise UnsupportedModel(f"layer {layer.index} has {fault}")
+        if not all(mixer.fields for mixer in own):
+            raise UnsupportedModel(f"layer {layer.index} has a module with states that a pass does not use")
         for mixer in own:
+            mixer.fields = tuple(f._replace(offset=nbytes + f.offset) for f in mixer.fields)
             nbytes = record_bytes(mixer.fields)
             shape = type(mixer), tuple(f[:3] for f in mixer.fields)
             if shape not in kinds:
-                kinds[shape] = mixer, *_peaks(mixer, model.config.get_text_config().hidden_size, model.dtype)
+                kinds[shape] = mixer, *_peaks(mixer)
             _, token, sequence = kinds[shape]
             most = min(MOST_TOKENS, MOST_BYTES // token) // mixer.grain
             mixer.most_tokens = max(2, most) * mixer.grain
@@ -355,7 +369,7 @@ def mixing_of(model: Any, attends: Collection[int]) -> Mixing:
     return Mixing(math.lcm(*grains), tuple(sizes), token, tokens, sequence, sequences, sequence)
 
 
-def _peaks(mixer: Any, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
+def _peaks(mixer: Any) -> tuple[int, int]:
     """Return the most bytes that a mixer's temporary tensors take for each token of a prompt, and for each sequence
     that decodes, with its states."""
     forward = super(PausingMixer, mixer).forward
@@ -363,34 +377,12 @@ def _peaks(mixer: Any, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
 
     def peak(rows: int, tokens: int, fields: Sequence[Field]) -> int:
         states = {f.key: torch.empty(rows, *f.shape, dtype=f.dtype, device="meta") for f in fields}
-        x = torch.empty(rows, tokens, hidden, dtype=dtype, device="meta")
+        given = mixer.inputs.items()
+        xs = {k: torch.empty(rows, tokens, *shape, dtype=dtype, device="meta") for k, (shape, dtype) in given}
         with Peak() as seen:
-            forward(x, **{**masks, "cache": StateView(states)})
+            forward(**xs, **{**masks, "cache": StateView(states)})
         most: int = seen.most
         return most
 
     record = sum(f.nbytes for f in mixer.fields)
     return peak(1, mixer.grain, ()) // mixer.grain + 1, peak(1, 1, mixer.fields) + 2 * record
-
-
-def batched(product: Product, a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, such that a sequence's result is independent of the others, and a token's of the tokens beside it
-    if a is a weight [out, in], as in Mamba 1, and b is [sequences, in, tokens]."""
-    if isinstance(a, nn.Parameter) and (a.dim(), b.dim()) == (2, 3) and a.dtype == b.dtype == product.dtype:
-        return product(b.transpose(1, 2).contiguous(), a).transpose(1, 2)
-    return one_by_one(a, b)
-
-
-def one_by_one(a: Tensor, b: Tensor, dim: int = 0) -> Tensor:
-    """Return a @ b, [sequences, ..., rows, columns], such that a sequence's result is independent of the others. They
-    are also cut where only one of both has several, as with weights.
-
-    torch computes a batch of one matrix by other code than a batch of several, which rounds differently.
-    """
-    if a.dim() != b.dim() or dim == a.dim() - 2 or a.device.type != "cpu":
-        return torch.matmul(a, b)
-    sizes = a.shape[dim], b.shape[dim]
-    if sizes[0] == sizes[1] and (dim > 0 or sizes[0] <= 1):
-        return one_by_one(a, b, dim + 1)
-    parts = (torch.split(x, 1, dim) if size > 1 else [x] * max(sizes) for x, size in zip((a, b), sizes, strict=True))
-    return torch.cat([one_by_one(x, y, dim + 1) for x, y in zip(*parts, strict=True)], dim)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexengine.model.forward import Layer
+from flexengine.model.skeleton import TRIAL_TOKENS
+
 
 class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that exist at once, of those made while the mode is active. They are on the meta
@@ -30,3 +33,18 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _ended(self, nbytes: int) -> None:
         self._now -= nbytes
+
+    def held_beside(self, hidden: Tensor) -> int:
+        """Return the bytes of the tensors that exist now, without hidden states."""
+        return self._now - hidden.untyped_storage().nbytes()
+
+
+def bytes_beside(skeleton: Any) -> int:
+    """Return the most bytes that a pass holds for each token between layers, beside hidden states: the output of the
+    embedding, positions, and what else its layers get, such as inputs of each layer in Gemma 3n."""
+    most = 0
+    with Peak() as peak:
+        for event in skeleton.trial():
+            if isinstance(event, Layer) and event.index:
+                most = max(most, peak.held_beside(event.hidden))
+    return -(-most // TRIAL_TOKENS)

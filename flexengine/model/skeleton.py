@@ -1,5 +1,6 @@
 """A model without weights: its modules on the meta device, divided into units (build.py makes one)."""
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -70,6 +71,12 @@ class Skeleton:
     product: Product  # computes the model's matrix products
     invariance: Invariance  # see `mode`
     loading: Loading  # renames and conversions of the checkpoint
+    # Embeddings beside that of the token ids whose rows stay in the checkpoint (tables.py), by name: a `tables.Table`.
+    tables: dict[str, Any] = field(default_factory=dict)
+    hidden_shape: tuple[int, ...] = ()  # of hidden states between layers, with -1 for the number of tokens
+    held: int = (
+        0  # bytes that a paused pass holds for each token beside hidden states; 0 if it is what `paused` assumes
+    )
     heads: int = 0  # query heads
     # Shape of K, and of V, of a token in the KV cache; all layers are padded to the largest (`Cache.prepared`).
     kv_heads: int = 0
@@ -78,6 +85,8 @@ class Skeleton:
     windows: dict[int, int | None] = field(default_factory=dict)
     mixing: Any = None  # a `mixers.Mixing`, if modules keep a state for each sequence beside keys and values
     chunk: int | None = None  # tokens of a chunk, if layers see the tokens of a chunk only; rows may not be longer
+    choosing: int = 0  # keys that a token sees in layers with an indexer (adapters/sparse.py); 0 without such layers
+    always_chooses: bool = False  # whether tokens of short rows see chosen keys, too
     # By layer that native kernels do not compute, the reason (native/recognise.py).
     as_modules: dict[int, str] = field(default_factory=dict)
     forms: dict[str, WeightFormat] = field(default_factory=dict)  # format of each encoded parameter, by name
@@ -91,6 +100,11 @@ class Skeleton:
     def layer_range(self) -> tuple[int, int]:
         """First layer, and last layer + 1, in the whole model."""
         return self.first, self.first + len(self.layers)
+
+    @property
+    def hidden_width(self) -> int:
+        """Elements per token of hidden states between layers: those of all residual streams."""
+        return -math.prod(self.hidden_shape)
 
     @property
     def enters(self) -> bool:
@@ -124,6 +138,7 @@ class Skeleton:
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter that the checkpoint must hold, by name."""
         names = {name: slot.shape for layer in (*self.layers, self.others) for name, slot in layer.items()}
+        names |= {name: table.shape for name, table in self.tables.items()}
         if not self.enters:
             names[self.embedding[0]] = self.embedding[1]
         if not self.leaves:

@@ -57,8 +57,9 @@ class Slices:
 
 def slices_of(skeleton: Skeleton) -> Slices:
     """Return the slices of a whole model on the meta device. Raise UnsupportedModel if its pass fails."""
-    if skeleton.mixing:
-        raise UnsupportedModel(f"{skeleton.name}: layers with states beside keys and values are not cut into slices")
+    if skeleton.mixing or skeleton.choosing:
+        which = "states beside keys and values" if skeleton.mixing else "an indexer that chooses keys"
+        raise UnsupportedModel(f"{skeleton.name}: layers with {which} are not cut into slices")
     failed = f"{skeleton.name}: the pass that finds its slices failed"
     with library_faults(failed, UnsupportedModel), torch.no_grad():
         return _traced(skeleton)

@@ -55,7 +55,7 @@ class KernelForward(NamedTuple):
 
     def pieces(self, mixer: Any, hidden: Tensor, records: StateRecords) -> Iterator[Any]:
         """Yield outputs of consecutive tokens, and change their states."""
-        pages, numbers, decode, _ = records
+        pages, numbers, decode, *_ = records
         for first in range(0, decode, mixer.most_sequences):
             end = min(first + mixer.most_sequences, decode)
             fresh = torch.zeros(end - first, dtype=torch.bool)

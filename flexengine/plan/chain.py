@@ -110,7 +110,7 @@ class ChainPlan:
     def link_seconds(self) -> list[float]:
         """Return the seconds in which each link to a next stage carries hidden states."""
         cost = self.stages[0].cost
-        nbytes = tokens_sent(cost.workload) * cost.model.hidden * cost.model.itemsize
+        nbytes = tokens_sent(cost.workload) * cost.model.hidden_bytes
         return [nbytes / link.bandwidth for link in self.links[:-1]]
 
     @property

@@ -226,13 +226,15 @@ class Cost:
         for seconds in parts(rates, policy, sweeps, prompts, split, self.head_chunks).values():
             yield Term("device", "", "", seconds)
         yield from embedding(self.model, self.hardware, sweeps, layout)
+        if self.model.tables:
+            yield from guest("tables").terms(self.model, self.hardware, sweeps)
         data = Sweeping(self.model, self.hardware, policy, sweeps, self.pages, rates, self.neighbours(policy))
         if self.model.blocks:
             yield from guest("neurons").terms(data, prompts.batch)
         for term in data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes):
             yield term._replace(seconds=term.seconds * min(self.cohorts, policy.num_gpu_batches))
-        if self.model.states:
-            yield from guest("records").terms(data)
+        if self.model.alone:
+            yield from guest("records").terms(data, self.workload.longest)
         yield from data.cache()
         yield from data.hidden()
         if policy.delegates or policy.works:

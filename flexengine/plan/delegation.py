@@ -62,7 +62,7 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
     # If hidden states leave the device, the output of the embedding is kept while the first layer waits. If engines
     # take turns, hidden states of a slice that another engine computes next, or has computed, are beside the pass.
     more = (policy.activations[0] < 1) + (capacity.turns > 1)
-    token = 3 * model.sent + (4 + more) * model.hidden * model.itemsize
+    token = 3 * model.sent + (4 + more) * model.hidden_bytes
     layout.book("device", "paused forwards", aligned(min(policy.block_size, sum(rows.values())) * token))
     if policy.works and not workers_of(rows):
         raise InvalidInput(

@@ -93,6 +93,15 @@ class CacheGroup(NamedTuple):
     state: int = 0  # bytes of a record; 0 for keys and values
 
 
+class TableFacts(NamedTuple):
+    """An embedding beside that of the token ids, whose rows are read when tokens use them."""
+
+    nbytes: int  # as stored
+    rows: int
+    lookups: int  # rows that a token uses
+    layer: int | None  # that reads it; None if it is read before the first layer
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """A model, or a range of its layers, in numbers."""
@@ -118,6 +127,10 @@ class ModelFacts:
     # of modules with states: most bytes of temporary tensors for each prompt token, most tokens of a call; the same for
     # each sequence that decodes; and most bytes that a sequence's decode step reads and writes
     mixing: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    # keys that a token sees in layers with an indexer, which are those without a window; heads of the indexer, and
+    # elements of each; () if there are none
+    choosing: tuple[int, ...] = ()
+    always_chooses: bool = False  # whether tokens of short rows see chosen keys, too
     softcap: float | None = None  # limit of attention scores, None for no limit
     kv_kept: int = 0  # bytes that one token adds to one layer's KV cache if K and V are encoded; else 0
     kv_pieces: int = 1  # number of places in a page that hold parts of one head's K of a token
@@ -135,6 +148,20 @@ class ModelFacts:
     # per layer, its block whose neurons are read when they become active, if any; () if no layer has one. Their
     # weights are not among `layers`.
     blocks: tuple[NeuronFacts | None, ...] = ()
+    tables: tuple[TableFacts, ...] = ()  # embeddings whose rows stay in the checkpoint; they are no weights here
+    held: int = (
+        0  # bytes of a token in a paused pass beside hidden states, if they are more than `sizes.paused` assumes
+    )
+    streams: int = 1  # residual streams: hidden states between layers have as many times `hidden` elements per token
+
+    @property
+    def alone(self) -> bool:
+        """Return whether the device alone computes attention and what belongs to it: states, or an indexer."""
+        return bool(self.states or self.choosing)
+
+    def chooses(self, longest: int) -> bool:
+        """Return whether tokens of sequences of up to `longest` tokens see chosen keys only."""
+        return bool(self.choosing) and (self.always_chooses or longest > self.choosing[0])
 
     @property
     def output(self) -> TensorFact | None:
@@ -150,6 +177,16 @@ class ModelFacts:
     def kv_token(self) -> int:
         """Return the bytes that one token adds to one layer's KV cache."""
         return self.kv_kept or 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Return the bytes of one token's hidden states between layers."""
+        return self.hidden_width * self.itemsize
+
+    @property
+    def hidden_width(self) -> int:
+        """Return the elements of one token's hidden states between layers."""
+        return self.streams * self.hidden
 
     @property
     def sent(self) -> int:

@@ -143,7 +143,7 @@ def lay_out(
         OutOfMemory: the buffers, or the KV cache of one sequence, do not fit.
         InvalidInput: the policy delegates attention, but no cache is off the device.
     """
-    policy = guest("records").fitting(model, policy, capacity) if model.states else policy
+    policy = guest("records").fitting(model, policy, workload, capacity) if model.alone else policy
     placed = weights or lay_out_weights(model, policy, capacity)
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
     layout = replace(
@@ -259,7 +259,7 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
     off_device = [place for place, share in shares(policy.activations).items() if share and place != "device"]
     if not off_device:
         return
-    row = model.hidden * model.itemsize
+    row = model.hidden_bytes
     layout.hidden_buffer = aligned(policy.prefill_tokens * row)
     layout.book("device", "hidden buffers", num_buffers(policy.slots) * layout.hidden_buffer)
     if disks_of(off_device) and capacity.staged:
@@ -273,7 +273,7 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
 def _edges(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
     """Book host memory for the embedding rows of a sweep, if the machine has a GPU and the embedding is off it; device
     buffers for hidden states that enter or leave; and RAM for hidden states that wait to enter."""
-    policy, row, table = layout.policy, model.hidden * model.itemsize, model.embedding
+    policy, row, table = layout.policy, model.hidden_bytes, model.embedding
     if model.gpu and table is not None and layout.homes[table.name] != "device":
         width = max(model.hidden, table.elements // model.vocabulary)
         layout.embedded = aligned(sweep_tokens(policy, workload) * width * model.itemsize)

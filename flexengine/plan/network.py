@@ -66,7 +66,7 @@ def hops_of(
     """
     hops = dict[str, tuple[Hop, ...]]()
     for kind, count in tokens.items():
-        nbytes, parts = count * model.hidden * model.itemsize, max(batches, round(count / prefill_tokens))
+        nbytes, parts = count * model.hidden_bytes, max(batches, round(count / prefill_tokens))
         whole = [nbytes / link.bandwidth for link in links[:-1]]
         hops[kind] = tuple(Hop(n, n / parts, link.latency) for n, link in zip(whole, links, strict=False))
     return hops

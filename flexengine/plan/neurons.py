@@ -348,7 +348,7 @@ def book_experts(layout: Layout, model: ModelFacts, tokens: int) -> None:
     if all(layout.homes[t.name] == "device" for t in model.experts):
         return
     experts = max(t.experts for t in model.experts)
-    token = _HELD_VECTORS * model.hidden * model.itemsize + 3 * 4 * experts + 2 * 8 * model.active
+    token = _HELD_VECTORS * model.hidden_bytes + 3 * 4 * experts + 2 * 8 * model.active
     layout.book("device", "paused forwards", aligned(min(tokens, most_tokens(model)) * token))
 
 

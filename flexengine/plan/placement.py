@@ -72,7 +72,7 @@ class Placement:
         rate of attention is known. With assumed rates it is not: a cell may take ten times as long as they say."""
         hardware = self.tried.cost.hardware
         known = hardware.host_attention > 0 and not hardware.shared and not hardware.assumed
-        known = known and not self.tried.cost.model.states
+        known = known and not self.tried.cost.model.alone
         return (HOST_CACHE, ALL_CACHE) if known else ()
 
     def solve_placement(self, shape: Policy, choice: Choice, wide: bool = False) -> bool:

@@ -258,7 +258,7 @@ def _layer(model: ModelFacts, hardware: Hardware, layer: int, name: str) -> Curv
     points = []
     for tokens in _TOKENS:
         products = sum(_product(hardware, t, tokens, model.active) for t in matrices)
-        moved = tokens * model.itemsize * (_PER_HIDDEN * model.hidden + _PER_WIDTH * model.width)
+        moved = tokens * model.itemsize * (_PER_HIDDEN * model.hidden_width + _PER_WIDTH * model.width)
         points.append((float(tokens), hardware.cell_seconds + products + moved / hardware.elementwise))
     return Curve(_corrected(hardware, name, points))
 

@@ -1,4 +1,5 @@
-"""Bytes and seconds of states beside keys and values: records, which are pages that never fill."""
+"""Bytes and seconds of states beside keys and values: records, which are pages that never fill. The same of indexers,
+which choose the keys that a token sees (model/adapters/sparse.py)."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,27 +10,68 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.terms import Sweeping, Term
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
+SCORES = 64 << 20  # bytes of an indexer's scores, and of gathered K and V, as in model/adapters/sparse.py
+_SCORED, _GATHERED = 3, 3  # tensors of scores by head at once; times that chosen K and V are read or written
 
-def fitting(model: ModelFacts, policy: Policy, capacity: Capacity) -> Policy:
+
+def fitting(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Policy:
     """Return the policy with prompts cut at multiples of the model's grain: of two or more of them, so that a later
     piece need not have a single token (`schedule.grain`). Raise InvalidInput if it delegates
-    attention, or the machine has attention workers."""
+    attention, or the machine has attention workers, or if keys are chosen from an encoded cache, or of some values."""
     workers = any(place_of(place).worker for place in capacity.places)
     if policy.delegates or workers:
         other = "attention workers" if workers else f"policy delegate {policy.delegate}"
-        fault = f"{other} cannot be used with this model: it keeps states beside keys and values"
-        raise InvalidInput(f"{fault}, and layers with a state are computed on the device only; leave it out")
+        kept = "it keeps states beside keys and values, and layers with a state"
+        kept = kept if model.states else "its tokens see keys that an indexer chooses, and layers with one"
+        raise InvalidInput(
+            f"{other} cannot be used with this model: {kept} are computed on the device only; leave it out"
+        )
+    encoded = model.kv_form if model.kv_form != "bf16" else ""
+    if model.chooses(workload.longest) and (encoded or model.topk is not None):
+        other = f"a KV cache in {encoded}" if encoded else f"sparse attention of {model.topk:g}"
+        fault = f"{other} cannot be used with rows of {workload.longest} tokens of this model: each token sees"
+        raise InvalidInput(f"{fault} {model.choosing[0]} keys that an indexer chooses; leave it out, or shorten rows")
+    if not model.states:
+        return policy
     tokens = max(2 * model.grain, policy.prefill_tokens // model.grain * model.grain)
     return policy if tokens == policy.prefill_tokens else replace(policy, prefill_tokens=tokens)
 
 
-def terms(data: Sweeping) -> Iterator[Term]:
+def choosing_bytes(model: ModelFacts, tokens: int, longest: int) -> int:
+    """Return the most bytes that indexers take, and attention over the keys that they chose: an indexer's keys of a
+    sequence, in pages and whole, its scores, K and V of chosen keys, and their numbers.
+
+    Args:
+        tokens: most tokens of a gpu_batch.
+        longest: tokens of the longest sequence.
+    """
+    top, heads, size = model.choosing
+    kept = 2 * tokens * size * model.itemsize  # of the tokens; beside their values
+    if not model.chooses(longest):
+        return kept
+    row = 2 * model.kv_heads * model.head_dim * model.itemsize
+    scores = max(SCORES, _SCORED * 4 * heads * longest)
+    gathered = max(SCORES, top * row) + top * 2 * model.kv_heads * 8
+    return kept + 3 * longest * size * model.itemsize + 2 * 4 * top * tokens + 8 * longest + max(scores, gathered)
+
+
+def terms(data: Sweeping, longest: int) -> Iterator[Term]:
     """Yield the seconds of the device for decode steps of modules with states, beside their products, which are
-    measured as those of a prompt."""
-    layers = sum(nbytes > 0 for nbytes in data.model.states)
-    yield Term("device", "", "", data.sweeps.decoding * layers * state_seconds(data.model, data.hardware))
+    measured as those of a prompt; and for scores of indexers, which are read and written three times by head, and the
+    K and V that they choose. longest: tokens of the longest sequence."""
+    model, sweeps = data.model, data.sweeps
+    layers = sum(nbytes > 0 for nbytes in model.states)
+    yield Term("device", "", "", sweeps.decoding * layers * state_seconds(model, data.hardware))
+    if model.choosing:
+        top, heads, _ = model.choosing
+        scored = 2 * _SCORED * 4 * heads * (sweeps.cached.get(None, 0.0) + sweeps.pairs.get(None, 0.0))
+        read = _GATHERED * top * 2 * model.kv_heads * model.head_dim * model.itemsize
+        moved = scored + read * (sweeps.decoding + sweeps.prompt)
+        layers = model.attended.count(None) if model.chooses(longest) else 0
+        yield Term("device", "", "", layers * moved / data.hardware.elementwise)
 
 
 def state_seconds(model: ModelFacts, hardware: Hardware) -> float:

@@ -181,7 +181,7 @@ def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) ->
     return {
         "weights": sum(t.stored_bytes for t in model.tensors),
         "KV cache": sum(booked.get("KV cache", 0) for booked in account.values()),
-        "hidden states": tokens * model.hidden * model.itemsize,
+        "hidden states": tokens * model.hidden_bytes,
     }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexengine.places import place_of
+from flexengine.plan import guest
 from flexengine.plan.facts import CacheGroup, ModelFacts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
@@ -117,7 +118,7 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """
     tokens = batch_tokens(policy, workload)
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
-    moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
+    moment = max(4 * model.width + 3 * model.hidden_width, projections + 6 * model.hidden_width)
     logits = 2 * model.logits * min(policy.gpu_batch_size, workload.count or 1)
     if workload.scored is not None:
         rows = SCORED_ROWS if workload.scored else min(SCORED_ROWS, policy.gpu_batch_size, workload.count)
@@ -129,6 +130,8 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     token_bytes, most_tokens, sequence_bytes, most_sequences, _ = model.mixing
     padded = min(most_tokens, tokens + policy.gpu_batch_size * model.grain)  # prompts fill whole grains
     mixed = max(token_bytes * padded, sequence_bytes * min(most_sequences, policy.gpu_batch_size))
+    mixed += guest("records").choosing_bytes(model, tokens, workload.longest) if model.choosing else 0
+    mixed += tokens * model.held
     return aligned(tokens * moment * model.itemsize + logits + max(model.scratch, drawn) + experts + mixed)
 
 
@@ -137,19 +140,22 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
     Cells are computed layer by layer, so the passes of all gpu_batches are open at once. A pass has PASS bytes and, per
     token: the output of the embedding, hidden states if they stay on the device, cosines and sines of rotary positions
-    in fp32, id and position. Where hidden states leave the device, the first layer's end frees the output of the
-    embedding, unless layers read it, too.
+    in fp32, id and position, and the numbers of chosen keys. Where hidden states leave the device, the first layer's
+    end frees the output of the embedding, unless layers read it, too.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
         return 0  # a single gpu_batch: in the workspace
     tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
     logits = model.logits * min(policy.block_size, workload.count or 1)
-    row = model.hidden * model.itemsize
+    chosen = 4 * model.choosing[0] if model.chooses(workload.longest) else 0
     passes = open_passes(policy, workload) * PASS if not model.gpu else 0
     batches = num_buffers(policy.slots) if model.experts else 1
     embedded = tokens if model.embedding_stays else min(tokens, resident + batches * batch_tokens(policy, workload))
-    return aligned(embedded * row + tokens * (2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)
+    token = 2 * 4 * model.head_dim + 2 * 8 + chosen
+    more = max(0, model.held - token - model.hidden * model.itemsize)
+    own = embedded * model.hidden * model.itemsize + tokens * (token + more)
+    return aligned(own + resident * model.hidden_bytes + logits + passes)
 
 
 def gpu_buffers(model: ModelFacts, tokens: int, longest: int) -> int:

@@ -171,12 +171,13 @@ def stage_facts(facts: ModelFacts, layers: slice, ends: tuple[bool, bool]) -> Mo
         ends: whether it has the first and the last layer.
     """
     begins, finishes = ends
+    numbers = range(len(facts.layers))[layers]
     head = facts.head or (None if begins else facts.embedding)
     return replace(
         facts, layers=facts.layers[layers], windows=facts.windows[layers], leaves=not finishes,
         embedding=facts.embedding if begins else None, head=head if finishes else None,
         others=facts.others if begins or finishes else (), blocks=facts.blocks[layers],
-        states=facts.states[layers],
+        states=facts.states[layers], tables=tuple(t for t in facts.tables if t.layer is None or t.layer in numbers),
     )  # fmt: skip
 
 

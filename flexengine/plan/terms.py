@@ -280,7 +280,7 @@ class Sweeping:
     def hidden(self) -> Iterator[Term]:
         """Yield the terms of the hidden states."""
         model, sweeps = self.model, self.sweeps
-        token = model.hidden * model.itemsize
+        token = model.hidden_bytes
         nbytes = (sweeps.prompt + sweeps.decoding) * token * max(0, len(model.layers) - 1)
         way = routes(self.hardware)
         for place in way.load:

@@ -4,6 +4,7 @@ A stage's worker puts hidden states into port AFTER, in lane "leave". The next s
 port BEFORE, in lane "enter". A port may move data within a process, or by messages between machines.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from flexengine.errors import InvalidInput
 from flexengine.model.skeleton import Skeleton
 from flexengine.places import disks_of, place_of
-from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import aligned
 from flexengine.schedule.batches import Batch
@@ -31,13 +31,13 @@ class Port(ABC):
         """Send the hidden states of a gpu_batch. The tensor may be overwritten after the call.
 
         Args:
-            hidden: [1, tokens, hidden], on the device of the sending stage.
+            hidden: as between layers, such as [1, tokens, hidden], on the device of the sending stage.
         """
 
     @abstractmethod
     def take(self, batch: int, target: Tensor) -> None:
         """Copy the hidden states of a gpu_batch to `target`. A port between processes waits until they have come.
-        target: [1, tokens, hidden], on the device of the receiving stage."""
+        target: of the same shape, on the device of the receiving stage."""
 
 
 class Ports(NamedTuple):
@@ -74,11 +74,12 @@ class Hidden:
     """
 
     def __init__(
-        self, model: ModelFacts, layout: Layout, machine: Machine, dtype: torch.dtype, ports: Ports = NO_PORTS
+        self, shape: tuple[int, ...], layout: Layout, machine: Machine, dtype: torch.dtype, ports: Ports = NO_PORTS
     ) -> None:
+        """shape: of hidden states between layers, with -1 for the number of tokens."""
         self.ports = ports
-        self.machine, self.dtype, self._row = machine, dtype, model.hidden * dtype.itemsize
-        self._width, self._mover = model.hidden, Mover(machine)
+        self.machine, self.dtype, self._row = machine, dtype, -math.prod(shape) * dtype.itemsize
+        self._shape, self._mover = shape, Mover(machine)
         self._regions = Regions(machine)
         take, size = self._regions.take, layout.hidden_buffer
         self._offloaded = {tier: take(tier, n, "hidden states", dtype) for tier, n in layout.hidden_home.items()}
@@ -104,8 +105,8 @@ class Hidden:
         return Region(region.place, region.start, self._parts[k].nbytes, self.dtype)
 
     def buffer(self, k: int, buffer: int) -> Tensor:
-        """Return the hidden states of gpu_batch k, [1, tokens, hidden], in device buffer number `buffer`."""
-        return self.machine.device.view(self._part(self._buffers[buffer], k)).view(1, -1, self._width)
+        """Return the hidden states of gpu_batch k, in their own shape, in device buffer number `buffer`."""
+        return self.machine.device.view(self._part(self._buffers[buffer], k)).view(self._shape)
 
     def load(self, k: int, tier: str, buffer: int, hop: int) -> None:
         """Copy gpu_batch k's hidden states one leg toward device buffer number `buffer`; see `Mover.load`."""
@@ -126,10 +127,10 @@ class Hidden:
         self.ports.after.put(k, self.at_port(AFTER, k))
 
     def at_port(self, port: str, k: int) -> Tensor:
-        """Return the device buffer for hidden states of gpu_batch k that pass a port, [1, tokens, hidden]."""
+        """Return the device buffer for hidden states of gpu_batch k that pass a port, in their own shape."""
         region = self._in_port[port][k % len(self._in_port[port])]
         part = Region(region.place, region.start, self._tokens[k] * self._row, self.dtype)
-        return self.machine.device.view(part).view(1, -1, self._width)
+        return self.machine.device.view(part).view(self._shape)
 
     def _moved(self, k: int, tier: str, buffer: int) -> Transfer:
         stage = self._part(self._stages[buffer], k) if place_of(tier).disk and self._stages else None

@@ -22,7 +22,7 @@ from flexengine.model.config import choose_dtype, defaulted, load_config, quanti
 from flexengine.model.files import read_object, set_links, weights_in
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.source import ModelSource, resolve
-from flexengine.plan.facts import NO_ATTENTION, ModelFacts, TensorFact
+from flexengine.plan.facts import NO_ATTENTION, ModelFacts, TableFacts, TensorFact
 from flexengine.plan.sizes import aligned
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ class OpenModel:
             keep &= set(encodable)  # routers keep their dtype: rounding would change the choice of experts
             return {name: torch.bfloat16 if name in keep else self.dtype for name in self.locations}
         narrow, stored = (torch.bfloat16, torch.float16), self.locations.items()
-        return {n: s.dtype if n in keep and s.dtype in narrow else self.dtype for n, s in stored}
+        wide = dict.fromkeys(self.skeleton.loading.integers & self.locations.keys(), torch.float32)
+        return {n: s.dtype if n in keep and s.dtype in narrow else self.dtype for n, s in stored} | wide
 
     def _facts(self, lossy: Lossy) -> ModelFacts:
         """Return the sizes of the model, without those of blocks that are read when tokens use them."""
@@ -184,6 +185,12 @@ class OpenModel:
             mixing = skeleton.mixing
             states = map(aligned, mixing.record_bytes[slice(*skeleton.layer_range)])
             sizes |= dict(states=tuple(states), grain=mixing.grain, mixing=mixing[2:7])
+        if skeleton.choosing:
+            names = [
+                next(n for n in (f"index_{x}", f"indexer_{x}") if hasattr(text, n)) for x in ("n_heads", "head_dim")
+            ]
+            sizes |= dict(choosing=(skeleton.choosing, *(getattr(text, name) for name in names)))
+            sizes |= dict(always_chooses=skeleton.always_chooses)
         scratch = kernels.prompt_scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim)
         return ModelFacts(
             tuple(facts(layer, skeleton.experts) for layer in layers),
@@ -192,6 +199,12 @@ class OpenModel:
             facts({skeleton.output: skeleton.head[1]})[0] if own else None,
             vocabulary=skeleton.head[1][0],
             hidden=text.hidden_size,
+            streams=skeleton.hidden_width // text.hidden_size,
+            held=skeleton.held,
+            tables=tuple(
+                TableFacts(self.locations[name].nbytes, table.shape[0], table.module.lookups, table.layer)
+                for name, table in skeleton.tables.items()
+            ),
             width=skeleton.width,
             heads=skeleton.heads,
             kv_heads=skeleton.kv_heads,

@@ -5,6 +5,7 @@ A route has one leg, or two legs through host staging (disk - host - GPU). Each 
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -119,3 +120,30 @@ def part_of(pieces: Sequence[Region], start: int, nbytes: int) -> list[Region]:
             parts.append(piece.part(low - offset, high - low))
         offset += piece.nbytes
     return parts
+
+
+def consecutive(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive numbers, as (first, last + 1). numbers: rising."""
+    starts = [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1] + 1]
+    return [(numbers[low], numbers[high - 1] + 1) for low, high in pairwise([*starts, len(numbers)])]
+
+
+def pick_rows(tier: Tier, pieces: Sequence[Region], numbers: Sequence[int], width: int, dtype: torch.dtype) -> Tensor:
+    """Return rows of a matrix, [rows, width] in RAM.
+
+    Args:
+        pieces: the matrix, on the tier.
+        numbers: numbers of the rows, rising.
+        width: elements of a row.
+    """
+    row = width * pieces[0].dtype.itemsize
+    if len(pieces) == 1:
+        stored = torch.empty(len(numbers), width, dtype=pieces[0].dtype)
+        tier.pick(pieces[0], torch.tensor(numbers), row, stored.view(torch.uint8))
+        return stored.to(dtype)
+    rows, pairs, first = torch.empty(len(numbers), width, dtype=dtype), list[tuple[Region, Tensor]](), 0
+    for low, high in consecutive(numbers):  # consecutive rows are one read
+        pairs += spread(part_of(pieces, low * row, (high - low) * row), rows[first : first + high - low])
+        first += high - low
+    tier.load_all(pairs)
+    return rows

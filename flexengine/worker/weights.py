@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from flexengine.schedule.batches import Batch, continues
 from flexengine.tier.base import Region, aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
-from flexengine.worker.regions import Mover, Regions, Transfer, part_of, spread
+from flexengine.worker.regions import Mover, Regions, Transfer, consecutive, part_of, pick_rows, spread
 from flexengine.worker.resident import ResidentReads, note_plain, pack_resident
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 PAIRS = "flexengine.model.row_pairs"  # imported if a GGUF file has rows in pairs
 Pieces = list[Region]  # the bytes of a tensor, in order
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # by name of a tensor: pieces and shape
-Pair = tuple[Region, Tensor]  # source and target of a read
 
 
 class Weights:
@@ -68,6 +66,10 @@ class Weights:
             raise
         self.arrived = not self.arrivals.units
         self._bind_resident()
+        for name, (module, (_, width), _) in skeleton.tables.items():
+            stored = self._stored[name]
+            pieces = [machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]
+            module.read = partial(pick_rows, machine.disk, pieces, width=width, dtype=self._held[name])
         self._embedding = skeleton.embedding[0]
         self._head = skeleton.output
         self._chunks = layout.head_chunks(skeleton.head[1][0])
@@ -221,7 +223,7 @@ class Weights:
         for name in (n for n in names if self._tier(n) == home):
             pieces, shape = self.units[unit][name]
             stored, held = _nbytes(pieces) // shape[0], slots[name].nbytes // shape[0]  # bytes of a row
-            for low, high in _runs(rows):
+            for low, high in consecutive(rows):
                 start, nbytes = low * stored, (high - low) * stored
                 stage = stages[name].part(start, nbytes) if stages else None
                 own = slots[name].part(low * held, (high - low) * held)
@@ -235,7 +237,7 @@ class Weights:
         for name in names:
             pieces, shape = self.units[unit][name]
             width = _nbytes(pieces) // shape[0]
-            for low, high in _runs(rows):
+            for low, high in consecutive(rows):
                 target = views[name][low:high]
                 own = torch.empty(target.shape, dtype=pieces[0].dtype)
                 part = part_of(pieces, low * width, (high - low) * width)
@@ -312,17 +314,7 @@ class Weights:
             width, dtype = self.skeleton.embedding[1][1], self._held[self._embedding]
         else:
             width, dtype = form.packed.step_bytes, torch.uint8
-        row, tier = width * pieces[0].dtype.itemsize, self.machine.tier(self._tier(self._embedding))
-        if len(pieces) == 1:
-            stored = torch.empty(len(numbers), width, dtype=pieces[0].dtype)
-            tier.pick(pieces[0], torch.tensor(numbers), row, stored.view(torch.uint8))
-            return stored.to(dtype)
-        rows, pairs, first = torch.empty(len(numbers), width, dtype=dtype), list[Pair](), 0
-        for low, high in _runs(numbers):  # consecutive rows are one read
-            pairs += spread(part_of(pieces, low * row, (high - low) * row), rows[first : first + high - low])
-            first += high - low
-        tier.load_all(pairs)
-        return rows
+        return pick_rows(self.machine.tier(self._tier(self._embedding)), pieces, numbers, width, dtype)
 
     def close(self) -> None:
         """Free all memory, and bind the modules to meta tensors."""
@@ -330,6 +322,8 @@ class Weights:
             for param in group.values():
                 param.bind(_parameter(torch.empty(param.shape, dtype=self.dtype, device="meta")))
                 note_plain(param)  # the next job may read these experts on demand
+        for table in self.skeleton.tables.values():
+            table.module.read = None
         release(self.skeleton.model)
         if self.skeleton.experts:
             resolve_name("flexengine.model.experts:release")(self.skeleton.product)
@@ -342,12 +336,6 @@ class Weights:
 
 def _nbytes(pieces: Pieces) -> int:
     return sum(piece.nbytes for piece in pieces)
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers, as (first, last + 1). numbers: rising."""
-    starts = [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1] + 1]
-    return [(numbers[low], numbers[high - 1] + 1) for low, high in pairwise([*starts, len(numbers)])]
 
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:

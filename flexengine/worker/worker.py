@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -288,9 +288,14 @@ class Worker:
         if layer == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
             hidden = self.hidden.at_port(BEFORE, task.cell.batch).clone()
         state.event = event = None  # free the layer's input when the layer ends
-        if ~layer in self.cache.pools.group:
-            where = state.view, state.batch.cache_home, task.cache
-            state.forward.records = partial(self.cache.records, layer, *where)
+        where, group = (state.view, state.batch.cache_home, task.cache), self.cache.pools.group
+        pages = None
+        if self.skeleton.choosing and layer in group:
+            pages = partial(self.cache.index_pages, layer, *where, self._prompts(state.batch))
+        if ~layer in group:  # cached: of all modules of the layer
+            state.forward.records = cache(partial(self.cache.records, layer, *where, pages))
+        elif pages is not None:
+            state.forward.records = pages
         pause = state.forward.resume(hidden, paged)
         del hidden
         while isinstance(pause, Rows) and layer in self.skeleton.windows:  # experts before attention
@@ -300,6 +305,11 @@ class Worker:
         if isinstance(pause, Query):
             return Query(self._attended(layer, pause.attend))
         return self._attended(layer, pause) if isinstance(pause, Attend) else pause
+
+    def _prompts(self, batch: Batch) -> list[int]:
+        """Return the tokens of the prompt, or shared prefix, of each piece of a gpu_batch, in packed order."""
+        ids = (p.sequence for p in packed(batch))
+        return [len(self._stems[i] if i in self._stems else self._members[i].prompt) for i in ids]
 
     def _embed(self, task: Task, state: BatchState) -> None:
         """Compute up to the first layer, unless the pass is there."""

@@ -43,9 +43,9 @@ class Hybrid(NamedTuple):
 
 
 @torch.no_grad()
-def make_hybrid(kind: str, directory: Path, prompts: list[list[int]]) -> Hybrid:
-    """Save a random model whose answers are decisive."""
-    config = tiny_config(config_classes()[kind])
+def make_hybrid(kind: str, directory: Path, prompts: list[list[int]], **given: Any) -> Hybrid:
+    """Save a random model whose answers are decisive. given: fields of its config."""
+    config = tiny_config(config_classes()[kind], **given)
     for seed in range(SEEDS):
         make_model(config, seed).save_pretrained(directory)
         model = reload(directory)

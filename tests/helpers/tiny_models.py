@@ -67,6 +67,13 @@ _OWN: dict[str, dict[str, Any]] = {
     ),
     "dbrx": dict(attn_config=dict(kv_n_heads=KV_HEADS, clip_qkv=8, rope_theta=1e4)),
     "deepseek_v2": dict(topk_method="group_limited_greedy"),
+    "deepseek_v4": dict(
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+                     "compressed_sparse_attention"],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        mlp_layer_types=["hash_moe", "moe", "hash_moe", "moe"], num_key_value_heads=1, partial_rotary_factor=0.25,
+        o_groups=2,
+    ),
     "dots3_note_audio_encoder": dict(adapter_input_size=HIDDEN, adapter_out_dim=HIDDEN),
     "dots3_note_text": dict(
         swa_num_attention_heads=HEADS, swa_num_key_value_heads=HEADS, swa_q_lora_rank=24, swa_kv_lora_rank=24,
@@ -78,6 +85,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": dict(mamba_d_ssm=128),
     "gemma3n_text": dict(num_kv_shared_layers=2),
     "gemma4_text": dict(num_kv_shared_layers=2),
+    "glm_moe_dsa": dict(indexer_types=["full", "shared"] * 2),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
     "granitemoehybrid": dict(layer_types=_AB * 2),
     "helium": dict(head_dim=16),
@@ -93,7 +101,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "nemotron_h": dict(n_groups=2),
     "qwen4_exp_text": dict(
         indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=HEAD_DIM, indexer_budget=8, indexer_compress_ratio=4,
-        hc_lowrank=8, ngram_vocab_size_base=VOCABULARY,
+        hc_lowrank=8, ngram_vocab_size_base=VOCABULARY, ple_layer_ids=[1, 3], split_ngram_parts=4,
     ),
     "reformer": dict(axial_pos_embds=False, attn_layers=["local", "lsh"] * 2),
     "xlstm": dict(hidden_size=128, embedding_dim=128),
@@ -172,6 +180,8 @@ def make_model(config: Any, seed: int) -> Any:
     model = blank_model(config, dtype=torch.float32).eval()
     table, seen = model.get_input_embeddings().weight, set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.endswith("tid2eid"):  # numbers of experts by token id
+            tensor.copy_(torch.rand(len(tensor), LAYERS).argsort(1)[:, : tensor.shape[1]])
         if id(tensor) in seen or not tensor.is_floating_point():
             continue
         seen.add(id(tensor))  # tied tensors have two names

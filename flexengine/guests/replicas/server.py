@@ -144,7 +144,7 @@ class ReplicaServer:
         core.opened.prepare()
         layout = planner.layout_under(policy, Workload.of([(1, 1)] * policy.block_size))
         facts, self._room = core.facts, Regions(core.machine)
-        token = 3 * facts.sent + 5 * facts.hidden * facts.itemsize  # as `plan.delegation.book` has it
+        token = 3 * facts.sent + 5 * facts.hidden_bytes  # as `plan.delegation.book` has it
         self._room.keep_room("device", aligned(policy.block_size * token), "paused forwards")
         self._room.keep_room("device", layout.account["device"]["workspace"], "workspace")
         core.resident_weights(layout).load_all_resident()

@@ -170,7 +170,7 @@ class Costs:
         for (a, sender), (b, receiver) in permutations(enumerate(order), 2):
             facts = self.task.models[sender.kind].exact
             link = self.task.cluster.link(sender, receiver)
-            hops[a, b] = link.seconds(tokens * facts.hidden * facts.itemsize)
+            hops[a, b] = link.seconds(tokens * facts.hidden_bytes)
         return hops
 
 

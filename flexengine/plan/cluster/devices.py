@@ -81,7 +81,7 @@ class HandRates(Latency):
         if form not in self.flops or form not in self.bandwidth:
             return float("inf")
         facts, nbytes, active = model.exact, model.bytes[form][layer], model.active[layer]
-        kv, hidden = facts.kv_token * model.attends(layer), facts.hidden * facts.itemsize  # bytes of a token
+        kv, hidden = facts.kv_token * model.attends(layer), facts.hidden_bytes  # bytes of a token
         state = 2 * batch * model.state(layer)  # bytes that are read and written
         if phase == PREFILL:
             flop, pairs = 2 * active * batch * tokens, batch * tokens * (tokens + 1) / 2

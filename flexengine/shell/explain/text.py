@@ -9,7 +9,7 @@ import numpy as np
 
 from flexengine.errors import FlexError, OutOfMemory
 from flexengine.places import DEVICE, DISK, MOST_DISKS, MOST_WORKERS, place_names, worker_names
-from flexengine.plan import neurons, records
+from flexengine.plan import neurons, records, tables
 from flexengine.plan.cost import Cost, Prediction, busiest
 from flexengine.plan.delegation import chosen_share
 from flexengine.plan.facts import ModelFacts
@@ -55,7 +55,7 @@ def report(
     words = worker_words(model, hardware, workload, prediction) if alone else []
     parts = [
         [f"{model_name} on {machine(hardware, model)}", job_size(workload), *form_words(model), *model.as_modules],
-        [*policy_words(prediction.policy), *topk_words(model, prediction), *records.words(model)],
+        [*policy_words(prediction.policy), *topk_words(model, prediction), *records.words(model), *tables.words(model)],
         placement(model, workload, prediction, hardware.shared),
         [*memory(prediction, hardware, verbose), *neuron_words(model, prediction)],
         lanes_table(prediction, hardware),

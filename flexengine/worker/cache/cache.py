@@ -1,6 +1,6 @@
 """The KV cache of a job, and attention over it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flexengine.worker.cache.smoothing import Smoothing
 
 RECORDS = "flexengine.model.mixers:StateRecords"  # imported if layers have states
+CHOSEN = "flexengine.worker.cache.chosen"  # imported if tokens see chosen keys only
 VALUES_ON_DEMAND = "flexengine.worker.on_demand:Values"  # imported if attention reads a fraction of the values
 
 
@@ -87,11 +88,21 @@ class Cache:
         """Return the part of a view that belongs to a layer."""
         return view.groups[self.pools.group[layer]]
 
-    def records(self, layer: int, view: View, home: str, buffer: int | None) -> Any:
-        """Return the records of a gpu_batch in a layer: `model.mixers.StateRecords`. Arguments as in `attend`."""
-        tables, pages = self.tables(view, ~layer), self._pool(~layer, home, buffer)
-        copy_pages(pages, tables)
-        return resolve_name(RECORDS)(pages, tables.pages.long(), view.decode, tables.prompts)
+    def records(
+        self, layer: int, view: View, home: str, buffer: int | None, pages: Callable[[], Any] | None = None
+    ) -> Any:
+        """Return the records of a gpu_batch in a layer: `model.mixers.StateRecords`. Arguments as in `attend`. pages:
+        `index_pages`, if the layer has an indexer, too."""
+        tables, records = self.tables(view, ~layer), self._pool(~layer, home, buffer)
+        copy_pages(records, tables)
+        return resolve_name(RECORDS)(records, tables.pages.long(), view.decode, tables.prompts, pages and pages())
+
+    def index_pages(self, layer: int, view: View, home: str, buffer: int | None, prompts: list[int]) -> Any:
+        """Return where keys of an indexer are: `adapters.sparse.IndexPages`. prompts: tokens of each piece's prompt;
+        other arguments as in `attend`."""
+        tables, pool = self.tables(view, layer), self._pool(layer, home, buffer)
+        copy_pages(pool, tables)
+        return resolve_name(f"{CHOSEN}:index_pages")(pool, tables, prompts)
 
     def attend(self, event: Attend, view: View, home: str, buffer: int | None) -> Tensor:
         """Append the new K and V and return attention `[1, tokens, heads, head_dim]`.
@@ -108,6 +119,11 @@ class Cache:
         options = AttentionOptions(event.scale, event.window, event.softcap, event.sinks, self.topk, self.model.rounded)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         copy_pages(pool, tables)
+        if event.choice is not None and len(event.choice.tokens):
+            out = resolve_name(getattr(event.choice, "place", f"{CHOSEN}:attend"))(
+                self.kernels, options, qkv, pool, tables, event.choice
+            )
+            return self.restored(out, width)
         if n:
             self.kernels.append(k[:n], v[:n], pool, tables.pages[:n], tables.offsets[:n], form)
         if tables.closed is not None:  # load the values that decoding sequences read
