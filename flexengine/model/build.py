@@ -42,13 +42,19 @@ _ADAPTED = {
     " plbart trocr xglm",
     "flexengine.model.adapters.bert:adapt": "big_bird git megatron-bert rembert roformer xmod",
     "flexengine.model.adapters.deepseek_v4:adapt": "deepseek_v4",
+    "flexengine.model.adapters.blocks:adapt": "minimax_m3_vl_text",
     "flexengine.model.adapters.diffllama:adapt": "diffllama",
+    "flexengine.model.adapters.doge:adapt": "doge",
     "flexengine.model.adapters.experts:adapt": "dbrx jetmoe llama4 llama4_text",
     "flexengine.model.adapters.falcon:adapt": "falcon",
+    "flexengine.model.adapters.inkling:adapt": "inkling_text",
+    "flexengine.model.adapters.longcat:adapt": "longcat_flash",
     "flexengine.model.adapters.mllama:adapt": "mllama mllama_text_model",
+    "flexengine.model.adapters.recurrent:adapt": "recurrent_gemma rwkv xlstm",
     "flexengine.model.adapters.qwen4:adapt": "qwen4_exp qwen4_exp_text",
     "flexengine.model.adapters.sparse:adapt": "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4",
     "flexengine.model.adapters.scores:adapt": "codegen gpt_neo gpt_neox_japanese gptj openai-gpt",
+    "flexengine.model.adapters.visits:adapt": "hrm_text",
 }
 ADAPTERS = {kind: adapter for adapter, kinds in _ADAPTED.items() for kind in kinds.split()}
 _MIXERS = "flexengine.model.mixers"  # imported for models whose layers keep states beside keys and values
@@ -82,12 +88,14 @@ def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_co
             attends = _trial(skeleton, watch)
         adapt = partial(_adapt, model.config) if model.config.model_type in ADAPTERS else None
         others = skeleton.mixing.reasons(attends) if skeleton.mixing else {}
-        others |= {j: "its indexer chooses the keys of each token" for j, event in attends.items() if event.choice}
+        words = {False: "its indexer chooses the keys of each token", True: "its scores depend on the distance of keys"}
+        others |= {j: words[hasattr(e.choice, "attends")] for j, e in attends.items() if e.choice and j not in others}
         whole = {j: event for j, event in attends.items() if j not in others}
         skeleton.as_modules = use_native_layers(model, whole, arguments, adapt)
         skeleton.as_modules.update(others)
         skeleton.queries_apart = not (skeleton.mixing or skeleton.choosing) and separable(calls)
-        if skeleton.tables or skeleton.hidden_width > config.get_text_config().hidden_size:
+        wide = skeleton.hidden_width > config.get_text_config().hidden_size
+        if skeleton.tables or wide or hasattr(model.base_model, "visits"):
             with marked(ATTENTION):
                 skeleton.held = resolve_name("flexengine.model.peak:bytes_beside")(skeleton)
         _restore_buffers(model)
@@ -220,6 +228,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
         product=product,
         invariance=Invariance(product),
         loading=loading,
+        chunk=getattr(model, "most_tokens", None),  # of an adapter
         total=count,
     )
 
@@ -261,7 +270,9 @@ def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
             if watch and watch.made(event.q, event.k, event.v):
                 raise UnsupportedModel(_COUNTED)
             skeleton.windows[event.layer], attends[event.layer] = window_at(event), event
-            if event.choice is not None:
+            if elements := getattr(event.choice, "elements", 0):
+                skeleton.added = max(skeleton.added, elements)
+            elif event.choice is not None:
                 skeleton.choosing = event.choice.positions.shape[1]
                 skeleton.always_chooses |= hasattr(event.choice, "place")  # adapters/deepseek_v4.py
             if chunk := getattr(event.mask, "chunk_tokens", None):

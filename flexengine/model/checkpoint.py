@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -60,7 +60,7 @@ _EXTRAS = {
 }
 _TOWERS = r"(^|\.)(vision|visual|audio|multi_modal)\w*\."  # names of parts for images and sound
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.(.+)")
-_WITHOUT = "layer that is left out: "
+_WITHOUT = "left out: "
 _PIECE = 1 << 24  # bytes compared at a time
 _ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
 
@@ -205,8 +205,8 @@ class Loading:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         # From each parameter to the one it shares its tensor with.
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        # Old numbers of the layers, if an adapter has left layers out (adapters/mllama.py).
-        self.kept: list[int] = getattr(model, "kept_layers", [])
+        # New name of a stored tensor, or None, if an adapter has left layers out or divided them (adapters/longcat.py).
+        self.stored_name: Callable[[str], str | None] | None = getattr(model, "stored_name", None)
         ignored = [*_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
         # Parameters that the checkpoint may store as integers, which fp32 represents.
         ends = getattr(model, "small_integers", ())
@@ -222,10 +222,10 @@ class Loading:
         """Return the parameter (of several, the first) of a stored tensor, and its converter's pattern or None."""
         from transformers.core_model_loading import rename_source_key
 
-        if self.kept and "language_model." in name and (match := _LAYER.match(name)):
-            if int(match[2]) not in self.kept:
+        if self.stored_name is not None:
+            if (new := self.stored_name(name)) is None:
                 return _WITHOUT + name, None
-            name = f"{match[1]}.{self.kept.index(int(match[2]))}.{match[3]}"
+            name = new
         renamed, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.shapes)
         if renamed not in self.shapes and name in self.shapes:
             return name, None

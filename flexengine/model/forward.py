@@ -74,7 +74,7 @@ class Attend(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     mask: Tensor | None = None  # only in a trial pass (build.py)
-    choice: Any = None  # a `adapters.sparse.Choice`, if tokens see chosen keys only
+    choice: Any = None  # an `adapters.sparse.Choice`, if tokens see chosen keys only, or `adapters.inkling.ByDistance`
 
 
 class Query(NamedTuple):
@@ -135,7 +135,7 @@ def attend(
 
     Raise UnsupportedModel if the module passes an option that the engine does not support.
     """
-    choice = others.pop("indices") if hasattr(others.get("indices"), "attended") else None
+    choice = next((others.pop(name) for name, value in [*others.items()] if hasattr(value, "attended")), None)
     if unknown := sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS):
         raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not support")
     if (known := getattr(greenlet.getcurrent(), "attended", None)) is not None:

@@ -84,7 +84,8 @@ class Skeleton:
     # By layer, number of tokens that a query sees; None for all.
     windows: dict[int, int | None] = field(default_factory=dict)
     mixing: Any = None  # a `mixers.Mixing`, if modules keep a state for each sequence beside keys and values
-    chunk: int | None = None  # tokens of a chunk, if layers see the tokens of a chunk only; rows may not be longer
+    chunk: int | None = None  # most tokens of a row that sees all of them, if tokens of longer ones see some only
+    added: int = 0  # numbers that attention adds to a token's scores, by distance and head (adapters/inkling.py)
     choosing: int = 0  # keys that a token sees in layers with an indexer (adapters/sparse.py); 0 without such layers
     always_chooses: bool = False  # whether tokens of short rows see chosen keys, too
     # By layer that native kernels do not compute, the reason (native/recognise.py).

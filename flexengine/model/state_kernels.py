@@ -113,11 +113,12 @@ def use_kernels(skeleton: Any, kernels: Kernels) -> None:
     if mixing.without_kernels is not None or not isinstance(kernels, NativeKernels):
         return
     found, reasons, moved = dict[Any, tuple[KernelForward | str, int, int]](), dict[int, str](), 0
-    hidden, dtype = skeleton.config.get_text_config().hidden_size, skeleton.model.dtype
+    dtype = skeleton.model.dtype
     for layer in pausing_layers(skeleton.model):
         for mixer in mixers.mixers_of(layer):
             kind = type(mixer), tuple(f[:3] for f in mixer.fields)
             if kind not in found:
+                (hidden, *_), _ = next(iter(mixer.inputs.values()))
                 found[kind] = _tried(mixer, hidden, dtype, kernels)
             forward, token, sequence = found[kind]
             words = f"{mixers.STATE}, which kernels change"

@@ -131,6 +131,7 @@ class ModelFacts:
     # elements of each; () if there are none
     choosing: tuple[int, ...] = ()
     always_chooses: bool = False  # whether tokens of short rows see chosen keys, too
+    added: int = 0  # numbers that attention adds to a token's scores (adapters/inkling.py); 0 for none
     softcap: float | None = None  # limit of attention scores, None for no limit
     kv_kept: int = 0  # bytes that one token adds to one layer's KV cache if K and V are encoded; else 0
     kv_pieces: int = 1  # number of places in a page that hold parts of one head's K of a token
@@ -157,7 +158,7 @@ class ModelFacts:
     @property
     def alone(self) -> bool:
         """Return whether the device alone computes attention and what belongs to it: states, or an indexer."""
-        return bool(self.states or self.choosing)
+        return bool(self.states or self.choosing or self.added)
 
     def chooses(self, longest: int) -> bool:
         """Return whether tokens of sequences of up to `longest` tokens see chosen keys only."""

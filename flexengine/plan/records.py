@@ -15,6 +15,9 @@ from flexengine.policy import Policy
 
 SCORES = 64 << 20  # bytes of an indexer's scores, and of gathered K and V, as in model/adapters/sparse.py
 _SCORED, _GATHERED = 3, 3  # tensors of scores by head at once; times that chosen K and V are read or written
+# Bytes of scores, and of the numbers that are added to them by distance, at once, unless those of a single query take
+# more; and tensors of both (worker/cache/distances.py).
+ADDED, ADDED_COPIES = 64 << 20, 5
 
 
 def fitting(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Policy:
@@ -34,6 +37,10 @@ def fitting(model: ModelFacts, policy: Policy, workload: Workload, capacity: Cap
         other = f"a KV cache in {encoded}" if encoded else f"sparse attention of {model.topk:g}"
         fault = f"{other} cannot be used with rows of {workload.longest} tokens of this model: each token sees"
         raise InvalidInput(f"{fault} {model.choosing[0]} keys that an indexer chooses; leave it out, or shorten rows")
+    if model.added and (encoded or model.topk is not None):
+        other = f"a KV cache in {encoded}" if encoded else f"sparse attention of {model.topk:g}"
+        fault = f"{other} cannot be used with this model: its attention adds numbers to scores"
+        raise InvalidInput(f"{fault}, and is computed over plain keys and values only; leave it out")
     if not model.states:
         return policy
     tokens = max(2 * model.grain, policy.prefill_tokens // model.grain * model.grain)
@@ -56,6 +63,14 @@ def choosing_bytes(model: ModelFacts, tokens: int, longest: int) -> int:
     scores = max(SCORES, _SCORED * 4 * heads * longest)
     gathered = max(SCORES, top * row) + top * 2 * model.kv_heads * 8
     return kept + 3 * longest * size * model.itemsize + 2 * 4 * top * tokens + 8 * longest + max(scores, gathered)
+
+
+def added_bytes(model: ModelFacts, tokens: int, longest: int) -> int:
+    """Return the most bytes that attention takes which adds numbers to scores: K and V of a sequence, in pages and
+    joined, and scores. Arguments as in `choosing_bytes`."""
+    row = 2 * model.kv_heads * model.head_dim * model.itemsize
+    scores = max(ADDED, ADDED_COPIES * 4 * (model.heads * longest + model.added))
+    return 3 * longest * row + scores + tokens * model.heads * model.head_dim * model.itemsize
 
 
 def terms(data: Sweeping, longest: int) -> Iterator[Term]:

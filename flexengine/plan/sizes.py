@@ -131,6 +131,7 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     padded = min(most_tokens, tokens + policy.gpu_batch_size * model.grain)  # prompts fill whole grains
     mixed = max(token_bytes * padded, sequence_bytes * min(most_sequences, policy.gpu_batch_size))
     mixed += guest("records").choosing_bytes(model, tokens, workload.longest) if model.choosing else 0
+    mixed += guest("records").added_bytes(model, tokens, workload.longest) if model.added else 0
     mixed += tokens * model.held
     return aligned(tokens * moment * model.itemsize + logits + max(model.scratch, drawn) + experts + mixed)
 

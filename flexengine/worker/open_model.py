@@ -185,6 +185,8 @@ class OpenModel:
             mixing = skeleton.mixing
             states = map(aligned, mixing.record_bytes[slice(*skeleton.layer_range)])
             sizes |= dict(states=tuple(states), grain=mixing.grain, mixing=mixing[2:7])
+        if skeleton.added:
+            sizes |= dict(added=skeleton.added)
         if skeleton.choosing:
             names = [
                 next(n for n in (f"index_{x}", f"indexer_{x}") if hasattr(text, n)) for x in ("n_heads", "head_dim")

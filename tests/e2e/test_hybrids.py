@@ -138,7 +138,9 @@ def test_tokens_under_a_policy_of_the_planner(hybrids: Any, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "mamba2", "zamba2", "jamba", "lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "kimi_linear", "mamba2", "zamba2", "jamba", "lfm2", "recurrent_gemma", "rwkv", "xlstm"]
+)
 @pytest.mark.parametrize("tokens", PIECES)
 def test_prompts_in_pieces(hybrids: Any, kind: str, tokens: int) -> None:
     """Pieces smaller than the grain are enlarged to it; the tokens do not depend on them."""
@@ -147,7 +149,9 @@ def test_prompts_in_pieces(hybrids: Any, kind: str, tokens: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "jamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "granitemoehybrid", "jamba", "falcon_h1", "lfm2", "recurrent_gemma", "rwkv", "xlstm"]
+)
 @pytest.mark.parametrize("cache", [D, H, K])
 def test_shared_prefixes(hybrids: Any, kind: str, cache: Any) -> None:
     """Samples of a prompt, and prompts that have a prefix in common, share it up to a multiple of the grain. Each gets
@@ -169,6 +173,7 @@ def test_shared_prefixes(hybrids: Any, kind: str, cache: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "cuts"), [
     ("qwen3_next", (0, 1, 4)), ("falcon_h1", (0, 2, 4)), ("mamba2", (0, 3, 4)), ("nemotron_h", (0, 1, 2, 4)),
+    ("recurrent_gemma", (0, 1, 2, 4)), ("rwkv", (0, 1, 3, 4)), ("xlstm", (0, 2, 4)),
 ])  # fmt: skip
 def test_stages(hybrids: Any, kind: str, cuts: tuple[int, ...]) -> None:
     """A stage may have layers with states only, with attention only, or with neither."""
@@ -198,11 +203,25 @@ def test_a_record_is_not_read_before_it_is_written(hybrids: Any, monkeypatch: py
         assert run(known, Policy(2, 2, cache=cache)) == known.expected
 
 
+def state_sizes(config: Any) -> tuple[int, ...]:
+    """Return the bytes of each state of a layer and sequence, in fp32."""
+    if config.model_type == "rwkv":  # of the last token's inputs of two blocks, and of three sums
+        return (config.hidden_size * 4,) * 5
+    if config.model_type == "xlstm":  # memory, normalizer and exponent of each head
+        key, value = config.qk_head_dim, config.v_head_dim
+        return tuple(config.num_heads * size * 4 for size in (key * value, key, 1))
+    # conv [inner + 2 groups state, kernel] and S [heads, head_dim, state]
+    inner = config.expand * config.hidden_size
+    conv = (inner + 2 * config.n_groups * config.state_size) * config.conv_kernel * 4
+    return conv, config.num_heads * config.head_dim * config.state_size * 4
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mamba2", "rwkv", "xlstm"])
 @pytest.mark.parametrize("home", ["host", "disk"])
-def test_bytes_of_states(hybrids: Any, home: str) -> None:
+def test_bytes_of_states(hybrids: Any, home: str, kind: str) -> None:
     """Each piece but a prompt's first loads its record, and every piece stores it, once in each layer that has one."""
-    known = hybrids("mamba2")  # no pages of keys and values
+    known = hybrids(kind)  # no pages of keys and values
     cache = H if home == "host" else K
     with Engine(
         known.directory, policy=Policy(4, 2, cache=cache, prefill_tokens=128), device="sim",
@@ -212,11 +231,8 @@ def test_bytes_of_states(hybrids: Any, home: str) -> None:
         moved = engine.summary.bytes
         config = engine.core.skeleton.config
         page = engine.layout.page_bytes[home]
-    # conv [inner + 2 groups state, kernel] and S [heads, head_dim, state], fp32, each from a multiple of 64 bytes on
-    inner = config.expand * config.hidden_size
-    conv = (inner + 2 * config.n_groups * config.state_size) * config.conv_kernel * 4
-    state = config.num_heads * config.head_dim * config.state_size * 4
-    record = -(-(-(-conv // 64) * 64 + -(-state // 64) * 64) // 4096) * 4096
+    # Each state from a multiple of 64 bytes on
+    record = -(-sum(-(-size // 64) * 64 for size in state_sizes(config)) // 4096) * 4096
     assert page == (record,)
     pieces = {length: -(-length // 128) for length in LENGTHS} | {129: 2}
     decode = len(LENGTHS) * (NEW - 1)

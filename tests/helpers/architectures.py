@@ -93,6 +93,9 @@ def prompts_of(vocabulary: int, lengths: tuple[int, ...] = LENGTHS) -> list[list
 def continuation(model: Any, prompt: list[int], use_cache: bool = True, new: int = NEW) -> tuple[list[int], float]:
     """Greedy tokens by transformers, end-of-sequence ignored, and the least gap of the two best logits."""
     ids = torch.tensor([prompt])
+    for module in model.modules():  # RecurrentGemma's keep states, which a prompt of one token would begin with
+        if hasattr(module, "conv1d_state"):
+            module.conv1d_state = None
     options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, output_logits=True)
     options.update(use_cache=use_cache, return_dict_in_generate=True)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -196,7 +199,9 @@ def layer_words(skeleton: Any) -> str:
     texts = {j: f"modules: {why}" for j, why in skeleton.as_modules.items()}
     counts = Counter(texts.get(layer.index) or f"native: {by_index[layer.index]}" for layer in layers)
     some = len(counts) > 1
-    chunk = "; rows of at most attention_chunk_size tokens" if skeleton.chunk else ""
+    sizes = {"minimax_m3_vl_text": "index_topk_blocks * index_block_size", "doge": "keep_window_size"}
+    size = sizes.get(skeleton.config.model_type, "attention_chunk_size")
+    chunk = f"; rows of at most {size} tokens" if skeleton.chunk else ""
     return "; ".join(f"{text} ({n} of {len(layers)} layers)" if some else text for text, n in counts.items()) + chunk
 
 

@@ -21,9 +21,14 @@ KINDS = {
     "zamba": "Mamba 1 whose heads have weights of their own",
     "minimax": "lightning attention; attention in other layers",
     "lfm2": "a short convolution",
+    "recurrent_gemma": "a gated linear recurrence and a convolution, states that transformers keeps on modules",
+    "rwkv": "states of a whole layer, which two blocks share; rescaled layers",
+    "xlstm": "matrix memory",
+    "inkling_text": "four short convolutions in a layer; numbers by distance that attention adds to scores",
 }
 # Those whose states kernels change.
 KERNELS = {"qwen3_next", "kimi_linear", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2", "jamba", "mamba", "lfm2"}
+KERNELS |= {"inkling_text"}
 # Multiples of the grain (64), one and two more, a single token, and ragged ones.
 LENGTHS, NEW = (65, 150, 1, 64, 129, 40, 2, 130), 5
 LEAST_GAP = 3e-4  # of the two best logits, in standard deviations of all

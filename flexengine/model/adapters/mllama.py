@@ -1,12 +1,14 @@
 """Adapter for Mllama (Llama 3.2 Vision), whose layers of cross-attention pass texts without images on unchanged."""
 
+import re
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 
 def adapt(config: Any, model: Any) -> None:
-    """Leave the layers out that texts skip, and number the others anew: `model.kept_layers` has their old numbers."""
+    """Leave the layers out that texts skip, and number the others anew, also in the names of stored tensors."""
     for module in model.modules():
         if type(module).__name__ != "MllamaTextModel":
             continue
@@ -15,4 +17,12 @@ def adapt(config: Any, model: Any) -> None:
         for number, layer in enumerate(module.layers):
             layer.layer_idx = layer.self_attn.layer_idx = number
         module.cross_attention_layers, config.get_text_config().num_hidden_layers = [], len(kept)
-        model.kept_layers = kept
+        model.stored_name = partial(stored_name, kept)
+
+
+def stored_name(kept: list[int], name: str) -> str | None:
+    """Return the new name of a stored tensor; None in a layer that is left out. kept: old numbers of the layers."""
+    match = re.match(r"(.*language_model\.(?:.*\.)?layers)\.(\d+)\.(.+)", name)
+    if match is None:
+        return name
+    return f"{match[1]}.{kept.index(int(match[2]))}.{match[3]}" if int(match[2]) in kept else None

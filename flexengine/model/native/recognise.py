@@ -35,6 +35,7 @@ _SMALL |= dict.fromkeys(("num_attention_heads", "num_attention_heads_per_layer")
 _SMALL |= dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size"), _INNER)
 _SMALL |= dict.fromkeys(("shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_hidden_size"), _INNER)
 _SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 12, "q_lora_rank": 20}
+_SMALL["qk_head_dim"] = _SMALL["qk_rope_head_dim"] + _SMALL["qk_nope_head_dim"]
 _TOKENS = len(POSITIONS)  # of a trial; no other size is equal
 _WEIGHTS = (0.3, 30.0)  # standard deviations of matrices, of one trial each; large ones exceed limits such as clip_qkv
 _KNOWN = {"transformers", "torch", "flexengine", "builtins"}  # packages whose classes a trial is for

@@ -119,6 +119,8 @@ class Cache:
         options = AttentionOptions(event.scale, event.window, event.softcap, event.sinks, self.topk, self.model.rounded)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         copy_pages(pool, tables)
+        if function := getattr(event.choice, "attends", None):
+            return self.restored(resolve_name(function)(self.kernels, options, qkv, pool, tables, event.choice), width)
         if event.choice is not None and len(event.choice.tokens):
             out = resolve_name(getattr(event.choice, "place", f"{CHOSEN}:attend"))(
                 self.kernels, options, qkv, pool, tables, event.choice
