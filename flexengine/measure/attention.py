@@ -77,7 +77,9 @@ class AttentionTrial:
     ) -> Iterator[tuple[Cache, View]]:
         """Yield a cache of n layers with random numbers, and the pages of a gpu_batch. Arguments as of `call`."""
         facts, tokens = self.facts, past + count
-        model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=(), states=())
+        model = replace(
+            facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=(), states=(), choosing=()
+        )
         on_host = home == "host"
         policy = Policy(sequences, 1, cache=(float(not on_host), float(on_host), 0.0), prefill_tokens=sequences * count,
                         delegate=HOST_CACHE if on_host else NO_CACHE)  # fmt: skip

@@ -177,7 +177,7 @@ def measure_delegation(opened: OpenModel, machine: Machine) -> float | None:
     None if host and device are one memory, or no layer fits in memory. Takes about two seconds. Afterwards the modules
     have their previous parameters.
     """
-    if machine.capacity.shared or opened.facts.states:  # with states, attention is never delegated
+    if machine.capacity.shared or opened.facts.alone:  # attention is never delegated
         return None
     names = [opened.facts.signature(j) for j in range(len(opened.facts.layers))]
     with (

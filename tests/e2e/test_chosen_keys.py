@@ -214,9 +214,12 @@ def test_no_choice_from_a_lossy_cache(models: Any, lossy: Lossy, other: str) -> 
 
 
 @pytest.mark.slow
-def test_the_planner_chooses_no_lossy_cache(models: Any) -> None:
+def test_the_planner_chooses_no_lossy_cache(models: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """And measures this model, without delegated attention."""
     known = models("deepseek_v32")
-    assert run(known, None, allow=("int8-cache", "sparse-attention")) == known.expected
+    with caplog.at_level("WARNING"):
+        assert run(known, None, allow=("int8-cache", "sparse-attention")) == known.expected
+    assert "not measured" not in caplog.text
 
 
 @pytest.mark.slow

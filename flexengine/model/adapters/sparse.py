@@ -116,17 +116,14 @@ class Chooses:
             return _kept(Choice(empty, empty.int().view(0, top), keys[0]))
         chosen, numbers, first = list[Tensor](), list[int](), 0
         for count, past, total, table in where.pieces:
-            new, whole = max(0, top - past), None
+            new = max(0, top - past)
+            if new < count:
+                whole = self._whole(where.pool, past, total, table, keys[:, first : first + count])
+                at = torch.arange(total, device=device)
+                most = max(1, MOST_BYTES // (_COPIES * 4 * self.n_heads * total))
             while new < count:
-                whole = (
-                    self._whole(where.pool, past, total, table, keys[:, first : first + count])
-                    if whole is None
-                    else whole
-                )
-                each = _COPIES * 4 * self.n_heads * total
-                end = min(count, new + max(1, MOST_BYTES // each))
-                positions = torch.arange(total, device=device)
-                seen = positions <= positions[past + new : past + end, None]
+                end = min(count, new + most)
+                seen = at <= at[past + new : past + end, None]
                 tokens = slice(first + new, first + end)
                 chosen.append(run(tokens, seen[None], whole)[0].sort(-1).values)
                 numbers += range(tokens.start, tokens.stop)
