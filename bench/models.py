@@ -7,12 +7,14 @@ An existing checkpoint of the same record is reused.
 
 import argparse
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ class Shape(ABC):
     def nbytes(self, shapes: Shapes) -> int:
         """Return the bytes of these tensors in this dtype."""
         item = {"float16": 2, "bfloat16": 2, "float32": 4}[self.dtype]
-        return item * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
+        return item * sum(map(math.prod, shapes.values()))
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,64 @@ class MixtralShape(LlamaShape):
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class HybridShape(Shape):
+    """A model with recurrent states: the tensors of transformers' class, which is made on the meta device.
+
+    Attributes:
+        model_type: as in config.json.
+        fields: further fields of config.json.
+    """
+
+    dtype: str = "bfloat16"
+    vocab: int = 32000
+    model_type: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def groups(self) -> list[Shapes]:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config()))
+        groups: list[Shapes] = [{} for _ in range(self.layers + 1)]
+        for name, tensor in model.state_dict().items():
+            layer = re.search(r"\.layers\.(\d+)\.", name)
+            groups[int(layer[1]) + 1 if layer else 0][name] = tuple(tensor.shape)
+        return groups
+
+    def config(self) -> dict[str, object]:
+        return {
+            "model_type": self.model_type, "dtype": self.dtype, "hidden_size": self.hidden, "vocab_size": self.vocab,
+            "num_attention_heads": self.heads, "max_position_embeddings": self.positions, "bos_token_id": 1,
+            "eos_token_id": 2, **self.fields,
+        }  # fmt: skip
+
+    def draw(self, name: str, size: tuple[int, ...], generator: Any) -> Any:
+        """Convolutions have the scale at which transformers starts them, and Mamba's D is about 1."""
+        values = super().draw(name, size, generator)
+        return values * 15 if "conv1d" in name else values + 1 if name.endswith(".D") else values
+
+
+# Qwen3.5-35B-A3B and Nemotron 3 Nano 30B-A3B, both with all kinds of layers in their order, and a tenth of the bytes.
+QWEN_MOE = {
+    "num_hidden_layers": 12, "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 512, "num_experts": 64,
+    "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+NEMOTRON = {
+    "layers_block_type": [
+        {"M": "linear_attention", "E": "moe", "*": "full_attention"}[kind] for kind in "MEMEM*EMEMEM*EMEMEM*EMEMEME"
+    ],
+    "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 768, "n_routed_experts": 64,
+    "moe_shared_expert_intermediate_size": 1536, "num_experts_per_tok": 6, "mamba_num_heads": 32, "mamba_head_dim": 64,
+    "ssm_state_size": 128, "n_groups": 8, "chunk_size": 128,
+}  # fmt: skip
 SHAPES = {
+    "qwen3.5-moe-2.7b": HybridShape(
+        layers=12, hidden=1024, ffn=512, heads=8, model_type="qwen3_5_moe_text", fields=QWEN_MOE
+    ),
+    "nemotron-h-2.7b": HybridShape(layers=27, hidden=1024, ffn=768, heads=16, model_type="nemotron_h", fields=NEMOTRON),
     "opt-1.3b": OptShape(layers=24, hidden=2048, ffn=8192, heads=32),
     "opt-13b": OptShape(layers=40, hidden=5120, ffn=20480, heads=40),
     "opt-tiny": OptShape(layers=3, hidden=64, ffn=256, heads=4, vocab=512, positions=128, shard_bytes=100_000),

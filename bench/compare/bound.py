@@ -15,7 +15,6 @@ way to read that was the fastest.
 import json
 import mmap
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.compare.matrices import Layer, Shapes, active_of, cache_bytes, layers_of, used, weight_bytes
 from bench.models import shard_files
 
 MICRO_BATCH = 2048  # most tokens of a prefill GEMM
@@ -257,45 +257,43 @@ def gpu_rates(nbytes: int = 2**28, repeats: int = 5) -> dict[str, float]:
     return best
 
 
-Shapes = list[tuple[int, int]]
+class Products:
+    """The least seconds of products, each measured once."""
 
+    def __init__(self, asked: Question, active: int) -> None:
+        """active: experts that a token uses."""
+        self.asked, self.active = asked, active
+        self.measured: dict[tuple[int, Shapes, bool], dict[str, float]] = {}
 
-def layer_shapes(files: Sequence[Path]) -> tuple[Shapes, Shapes]:
-    """Return [n, k] of the matrices of a layer: those for keys and values, and the others. The checkpoint's layer 0
-    represents all layers."""
-    kv, others = Shapes(), Shapes()
-    for path in files:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, entry in header.items():
-            if re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) and len(entry["shape"]) == 2:
-                (kv if re.search(r"\b(k|v)_proj\b", name) else others).append(tuple(entry["shape"]))
-    return kv, others
+    def every(self, m: int, shapes: Shapes, head: bool = False) -> dict[str, float]:
+        """Return the seconds of m tokens by kernel."""
+        if not shapes:
+            return {"none": 0.0}
+        if (key := (m, shapes, head)) not in self.measured:
+            on_cuda = self.asked.device == "cuda"
+            self.measured[key] = (
+                on_gpu(m, list(shapes)) if on_cuda else gemm_seconds(m, list(shapes), self.asked.lossy or {}, head)
+            )
+        return self.measured[key]
 
+    def experts(self, m: int, layer: Layer) -> float:
+        """Return the seconds of the experts that m tokens use, from those of a few of them."""
+        if not layer.experts:
+            return 0.0
+        touched = used(layer.experts, self.active, m)
+        few = min(layer.experts, 8)
+        seconds = min(self.every(max(1, int(m * self.active / touched)), layer.expert * few).values())
+        return seconds * touched / few
 
-def cache_bytes(config: dict[str, Any], lossy: dict[str, Any]) -> float:
-    """Return the KV cache bytes of a token, summed over layers, without the scales of an encoded cache."""
-    heads: int = config["num_attention_heads"]
-    kept: int = config.get("num_key_value_heads") or heads
-    dim: int = config.get("head_dim") or config["hidden_size"] // heads
-    bits = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}.get(lossy.get("cache", ""), 32)
-    layers: int = config["num_hidden_layers"]
-    return 2 * layers * kept * dim * bits / 8
+    def layer(self, m: int, layer: Layer) -> float:
+        """Return the seconds of m tokens in a layer."""
+        return min(self.every(m, layer.kept + layer.others).values()) + self.experts(m, layer)
 
-
-def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], lossy: dict[str, Any]) -> float:
-    """Return the bytes of all layers and the head, in the format in which they are multiplied."""
-    from flexengine.codec.packed import CODECS, Packed
-    from flexengine.lossy import Lossy
-
-    head: tuple[int, int] = config["vocab_size"], config["hidden_size"]
-    layers: int = config["num_hidden_layers"]
-    if isinstance(codec := Lossy(**lossy).coded, str):
-        coded = sum(Packed(CODECS[codec], n, k).nbytes for n, k in shapes)
-        return layers * coded + Packed(CODECS["int8"], *head).nbytes
-    stored = config.get("dtype", config.get("torch_dtype"))
-    item = 4 if stored == "float32" and lossy.get("compute") != "bf16" else 2
-    return item * (layers * sum(n * k for n, k in shapes) + head[0] * head[1])
+    def last(self, ms: Sequence[int], rows: int, layer: Layer) -> float:
+        """Return the seconds of prompts in the last layer: all tokens where they leave something in a cache, and the
+        last ones of `rows` prompts."""
+        kept = sum(min(self.every(m, layer.kept).values()) for m in ms)
+        return kept + min(self.every(rows, layer.others).values()) + self.experts(rows, layer)
 
 
 def answer(asked: Question) -> dict[str, Any]:
@@ -307,37 +305,33 @@ def answer(asked: Question) -> dict[str, Any]:
     model, lossy = Path(asked.model), asked.lossy or {}
     config = json.loads((model / "config.json").read_text())
     files = shard_files(model)
-    (kv, others), head_shape = layer_shapes(files), (config["vocab_size"], config["hidden_size"])
-    shapes = kv + others
-
-    def products(m: int, shapes: Shapes, head: bool = False) -> dict[str, float]:
-        return on_gpu(m, shapes) if asked.device == "cuda" else gemm_seconds(m, shapes, lossy, head)
-
+    layers, head_shape = layers_of(files), (config["vocab_size"], config["hidden_size"])
+    products = Products(asked, active_of(config))
     with torch.inference_mode():
-        layer = {m: products(m, shapes) for m in {m for ms in asked.layer_ms for m in ms}}
-        head = {m: products(m, [head_shape], head=True) for m in set(asked.head_ms)}
-        least = {m: min(seconds.values()) for m, seconds in layer.items()}
         compute = list[float]()
         for ms, rows in zip(asked.layer_ms, asked.head_ms, strict=True):
-            every = last = sum(least[m] for m in ms)
-            if kv and ms != (rows,):  # prompts
-                keys = {m: min(products(m, kv).values()) for m in set(ms)}
-                last = sum(keys[m] for m in ms) + min(products(rows, others).values())
-            compute.append((config["num_hidden_layers"] - 1) * every + last + min(head[rows].values()))
+            seconds = sum(products.layer(m, layer) for m in ms for layer in layers[:-1])
+            prompts = ms != (rows,)
+            seconds += products.last(ms, rows, layers[-1]) if prompts else products.layer(rows, layers[-1])
+            compute.append(seconds + min(products.every(rows, (head_shape,), head=True).values()))
         if asked.device == "cuda":
             machine: dict[str, Any] = gpu_rates()
         else:
             measured = asdict(peak.measure())
             machine = {"link": None, "memory": measured.pop("read"), **measured}
-    weights, token = weight_bytes(shapes, config, lossy), cache_bytes(config, lossy)
-    cached = asked.cached or (0,) * len(compute)
+    token = cache_bytes(config, lossy, sum(layer.cached for layer in layers) or len(layers))
+    sweeps = zip(asked.layer_ms, asked.cached or (0,) * len(compute), strict=True)
     return {
         "model_bytes": sum(f.stat().st_size for f in files),
         "rates": machine,
-        "memory_seconds": [(weights + token * n) / machine["memory"] for n in cached],
+        "memory_seconds": [
+            (weight_bytes(layers, config, lossy, sum(ms)) + token * n) / machine["memory"] for ms, n in sweeps
+        ],
         "compute_seconds": compute,
-        "layer_seconds": {str(m): s for m, s in layer.items()},
-        "head_seconds": {str(m): s for m, s in head.items()},
+        "product_seconds": [
+            {"tokens": m, "matrices": len(shapes), "head": head, **found}
+            for (m, shapes, head), found in products.measured.items()
+        ],
         "threads": torch.get_num_threads(),
     }
 

@@ -10,7 +10,8 @@ from bench.harness import REPO, Record
 
 RESULTS = REPO / "bench" / "results"
 MODELS = {"demo": "SmolLM2-135M", "opt-1.3b": "OPT-1.3B shape, fp16", "opt-13b": "OPT-13B shape, fp16",
-          "llama-1.1b": "LLaMA-1.1B shape, fp16", "opt-tiny": "three tiny OPT layers"}  # fmt: skip
+          "llama-1.1b": "LLaMA-1.1B shape, fp16", "opt-tiny": "three tiny OPT layers",
+          "qwen3.5-moe-2.7b": "Qwen3.5-MoE shape, bf16", "nemotron-h-2.7b": "Nemotron-H shape, bf16"}  # fmt: skip
 EARLIER = {"generate": ("demo", "transformers"), "offload": ("opt-1.3b", "accelerate-disk")}  # bench: (model, peer)
 
 

@@ -14,7 +14,8 @@ from bench import harness, limit
 from bench.cases import GPU, MIXED, OFFLOAD_LONG, OFFLOAD_SHORT, RESIDENT, SMOKE
 from bench.compare import bound
 from bench.compare.__main__ import limit_bytes, ratios
-from bench.compare.bound import Question, Way, bounds, cache_bytes, question, read_rate, read_rates, weight_bytes
+from bench.compare.bound import Question, Way, bounds, question, read_rate, read_rates
+from bench.compare.matrices import Layer, cache_bytes, layers_of, used, weight_bytes
 from bench.gpu import kernels as gpu_kernels
 from bench.harness import Job, Limits
 from bench.models import SHAPES, OptShape, make, shard_files
@@ -118,11 +119,37 @@ def test_memory_holds_weights_and_caches_once_a_sweep() -> None:
               "vocab_size": 100, "dtype": "float16"}  # fmt: skip
     assert cache_bytes(config, {}) == 2 * 2 * 2 * 8 * 4
     assert cache_bytes(config, {"cache": "int8"}) == 2 * 2 * 2 * 8
-    shapes = [(32, 32), (64, 32)]
+    assert cache_bytes(config, {}, layers=1) == 2 * 2 * 8 * 4
+    shapes = [Layer(((32, 32),), ((64, 32),))] * 2
     assert weight_bytes(shapes, config, {}) == 2 * (2 * 96 * 32 + 100 * 32)
     assert weight_bytes(shapes, config | {"dtype": "float32"}, {}) == 4 * (2 * 96 * 32 + 100 * 32)
     assert weight_bytes(shapes, config | {"dtype": "float32"}, {"compute": "bf16"}) == 2 * (2 * 96 * 32 + 100 * 32)
-    assert weight_bytes([(64, 64)], config, {"weights": "int8"}) == 2 * 64 * (64 + 4) + 112 * (64 + 4)
+    square = [Layer(others=((64, 64),))] * 2
+    assert weight_bytes(square, config, {"weights": "int8"}) == 2 * 64 * (64 + 4) + 112 * (64 + 4)
+    experts = [Layer(expert=((8, 32), (32, 8)), experts=4)]
+    config["num_experts_per_tok"] = 2
+    for tokens, touched in ((1, 2), (2, 3), (100, 4)):
+        assert weight_bytes(experts, config, {}, tokens) == pytest.approx(2 * (touched * 2 * 8 * 32 + 100 * 32))
+
+
+@pytest.mark.parametrize(("name", "kinds"), [
+    ("qwen3.5-moe-2.7b", {"linear": 9, "attention": 3}), ("nemotron-h-2.7b", {"linear": 12, "attention": 3, "moe": 12}),
+])  # fmt: skip
+def test_layers_of_hybrids(name: str, kinds: dict[str, int], tmp_path: Path) -> None:
+    """Each layer has its matrices, and of its experts those of one; many tokens use all bytes but those of vectors."""
+    shape = SHAPES[name]
+    headers = {n: {"shape": size} for group in shape.groups() for n, size in group.items()}
+    text = json.dumps(headers).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    layers = layers_of([tmp_path / "a.safetensors"])
+    assert len(layers) == shape.layers
+    assert sum(layer.cached for layer in layers) == kinds["attention"]
+    assert sum(bool(layer.kept) and not layer.cached for layer in layers) == kinds["linear"]
+    assert sum(layer.experts == 64 for layer in layers) == kinds.get("moe", shape.layers)
+    read = weight_bytes(layers, shape.config(), {}, 10**6)
+    embedding = 2 * shape.vocab * shape.hidden
+    assert read + embedding == pytest.approx(sum(map(shape.nbytes, shape.groups())), rel=1e-3)
+    assert used(64, 8, 1) == 8
 
 
 def test_read_rates_are_positive_and_read_everything(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

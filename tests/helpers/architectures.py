@@ -369,10 +369,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
     if options.write and not options.only:
         from tests.helpers.form_table import form_rows, with_table
+        from tests.helpers.people_table import section, with_section
 
+        people = section(options.write.read_text(encoding="utf-8")) if options.write.exists() else ""
         with tempfile.TemporaryDirectory() as temporary:
             text = with_table(rendered(findings), [*form_rows(Path(temporary))])
-        options.write.write_text(text, encoding="utf-8")
+        options.write.write_text(with_section(text, people), encoding="utf-8")
     if options.json:
         options.json.write_text(json.dumps([asdict(f) for f in findings], indent=1) + "\n")
     return 0

@@ -1,14 +1,11 @@
 """Bugs that other loaders of quantised files had, each with the tests that would find it here."""
 
-import importlib
-from collections.abc import Iterable
-from typing import Any
-
 import numpy as np
 import pytest
 
 from flexengine.model.gguf_header import GgufTensor
 from flexengine.model.gguf_names import undone
+from tests.helpers.named_tests import check_tests
 from tests.helpers.tiny_gguf import Q
 
 PLACES, GGUF, SCHEMES = "tests/model/test_gguf_places.py", "tests/model/test_gguf.py", "tests/model/quantised"
@@ -69,20 +66,9 @@ BUGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _cases(values: Iterable[Any]) -> set[str]:
-    """Names of the values of a test's parameters."""
-    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-    return {getattr(part, "name", None) or str(part) for part in parts}
-
-
 @pytest.mark.parametrize("bug", BUGS)
 def test_each_bug_has_its_tests(bug: str) -> None:
-    for place in BUGS[bug]:
-        path, _, test = place.partition("::")
-        name, _, case = test.rstrip("]").partition("[")
-        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-        marks = [mark for mark in getattr(vars(module)[name], "pytestmark", []) if mark.name == "parametrize"]
-        assert not case or case in set[str]().union(*(_cases(mark.args[1]) for mark in marks)), place
+    check_tests(BUGS[bug])
 
 
 @pytest.mark.parametrize("architecture", ["gemma", "gemma2", "gemma3", "nemotron", "gemma3n", "gemma4", "qwen3"])
