@@ -135,6 +135,8 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     if adapted:
         _adapt(model.config, model)
         model.config._attn_implementation = ATTENTION  # else transformers makes masks
+    if getattr(config, "gates_first", False):  # of a GGUF file (gguf_config.py)
+        resolve_name("flexengine.model.adapters.experts:use_gates_first")(model)
     if coupled := coupled_rope(config):
         resolve_name("flexengine.model.adapters.rope:use_first_frequencies")(model)
         message(f"{name}: rows of at most {context_of(config)} tokens: longer ones change {min(coupled)} positions")

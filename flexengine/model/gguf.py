@@ -166,15 +166,16 @@ class _Weights:
     def __init__(self, header: Header, config: Any, model: Any, memory: int | None) -> None:
         self.path, self._architecture, self._config = header.path, header.architecture, config
         self.places, self.staying, self._others = dict[str, ParamPlace](), list[GgufTensor](), dict[str, Group]()
+        self._transposed = transposed_experts(model)
         encodable = _encodable(model)
         for name, group in parts_of(header, model).items():
-            numbers = rows_of(group, self._made)
-            if numbers is not None and _stays(group, name in encodable):
-                self.places[name] = place_of_rows(group, numbers)
+            turned, numbers = name in self._transposed, rows_of(group, self._made)
+            if numbers is not None and _stays(group, name in encodable, turned):
+                self.places[name] = place_of_rows(group, numbers, turned)
                 self.staying += group
                 continue
             self._others[name] = group
-            if numbers is None:
+            if numbers is None or turned:
                 needed = sum(_WHOLE_COPIES * 4 * math.prod(tensor.shape) for tensor in group)
                 check_memory(f"{name} of {header.path}, which is converted whole,", needed, memory)
         narrow = ("F16", "BF16")
@@ -186,12 +187,18 @@ class _Weights:
         arrays = [weights(number, tensor) for number, tensor in enumerate(group)]
         return undone(self._architecture, self._config, group, arrays)
 
+    def _whole(self, group: Group, turned: bool) -> Array:
+        """Return the array of a parameter that is not made of rows, or that the model has transposed (`turned`)."""
+        made = self._made(group, lambda _, tensor: _read(tensor))
+        return made.swapaxes(-1, -2) if turned else made
+
     def converted(self) -> Iterator[StoredTensor]:
         """Yield the other parameters: fp32, or in 16 bits if the file stores them so and the conversion is exact."""
         for name, group in self._others.items():
-            if (numbers := rows_of(group, self._made)) is None:  # again, as row numbers of all take much memory
+            numbers, turned = rows_of(group, self._made), name in self._transposed  # again, as they take much memory
+            if numbers is None or turned:
                 kept = PLAIN_KINDS.get(group[0].kind.name, torch.float32)
-                made = partial(self._made, group, lambda _, tensor: _read(tensor))
+                made = partial(self._whole, group, turned)
                 yield whole_tensor(self.path, name, kept, made)
                 continue
             kinds, columns = {tensor.kind.name for tensor in group}, group[0].shape[-1]
@@ -205,17 +212,23 @@ def _encodable(model: Any) -> set[str]:
     names = {module: name for name, module in model.named_modules()}
     edges = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
     inside = [(name, module) for module, name in names.items() if _IN_LAYER.search(name)]
-    experts = [(name, module) for name, module in inside if is_experts(module) and not module.is_transposed]
+    experts = [(name, module) for name, module in inside if is_experts(module)]
     stacks = {f"{name}.{key}": p for name, module in experts for key, p in module.named_parameters() if p.dim() == 3}
     counts = {len(parameter) for parameter in stacks.values()}  # rows of routers
     linear = {f"{name}.weight" for name, m in inside if type(m) is nn.Linear and m.out_features not in counts}
     return {f"{names[module]}.weight" for module in edges} | set(stacks) | linear
 
 
-def _stays(group: Group, encodable: bool) -> bool:
+def transposed_experts(model: Any) -> set[str]:
+    """Return the stacks of experts that the model has as [experts, in, out]; files have them as [experts, out, in]."""
+    experts = [(name, module) for name, module in model.named_modules() if is_experts(module) and module.is_transposed]
+    return {f"{name}.{key}" for name, module in experts for key, p in module.named_parameters() if p.dim() == 3}
+
+
+def _stays(group: Group, encodable: bool, turned: bool) -> bool:
     """Return whether a parameter that is made of a group's rows can be read from the file. encodable: if they are
-    encoded."""
-    plain = len({tensor.kind for tensor in group}) == 1 and group[0].kind.name in PLAIN_KINDS
+    encoded; turned: whether the model has it transposed, which products with encoded matrices do not see."""
+    plain = len({tensor.kind for tensor in group}) == 1 and group[0].kind.name in PLAIN_KINDS and not turned
     return plain or (encodable and all(map(in_form, group)))
 
 

@@ -22,12 +22,27 @@ _HANDLED = {
     *("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "shortconv.l_cache"),
 }
 
+# Families whose shares of chosen experts sum to 1, though their configs do not say so.
+_NORMALISED = {"ernie4_5_moe", "hunyuan_v1_moe"}
+# Keys of latent attention that say in other words what its config has.
+_LATENT = {f"attention.{key}_length{end}" for key in ("key", "value") for end in ("", "_mla")}
+_LATENT |= {"attention.kv_lora_rank", "attention.q_lora_rank", "rope.dimension_count"}
+
 # Families whose config is made here, by architecture: the config's model_type. Others are read by transformers.
 _SAME_NAMES = "gemma olmo2 olmoe granite granitemoe glm4 smollm3 seed_oss ernie4_5 arcee exaone4 cohere2"
 _FAMILIES = {name: name for name in _SAME_NAMES.split()}
-_FAMILIES |= {"hunyuan-dense": "hunyuan_v1_dense", "command-r": "cohere", "glm4moe": "glm4_moe"}
+_FAMILIES |= {"hunyuan-dense": "hunyuan_v1_dense", "command-r": "cohere", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
+_FAMILIES |= {"dots1": "dots1", "ernie4_5-moe": "ernie4_5_moe", "hunyuan-moe": "hunyuan_v1_moe"}
+_FAMILIES["deepseek2"] = "deepseek_v2"  # or deepseek_v3
+_OWN = {*_FAMILIES.values(), "deepseek_v3"}
 _LAYERED = ("exaone4", "cohere2")
-_SIGMOID = {"glm4_moe"}  # families whose routers are sigmoids, though their configs do not say so
+GATES_FIRST = "gates_first"  # field of a config: whether the first product of experts has all gates, then all ups
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # as llama.cpp and transformers have without a value
+_SIGMOID = {
+    "glm4_moe",
+    "deepseek_v3",
+    "dots1",
+}  # families whose routers are sigmoids, though their configs do not say so
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -47,6 +62,8 @@ def own_family(header: Header) -> str:
     """Return the model_type of a file whose config is made here; "" for others, which transformers reads."""
     if header.architecture == "llama" and header.values.get("llama.expert_count"):
         return "mixtral"
+    if header.architecture == "deepseek2" and any(x.name.endswith("exp_probs_b.bias") for x in header.tensors):
+        return "deepseek_v3"
     return _FAMILIES.get(header.architecture, "")
 
 
@@ -67,10 +84,22 @@ def family_config(header: Header) -> Any:
         values["sliding_window"] = given.get("attention.sliding_window") or None
         if values["sliding_window"] is None:
             values |= {"layer_types": ["full_attention"] * values["num_hidden_layers"], "sliding_window_pattern": 1}
+    if own_family(header) == "gpt_oss":
+        values |= {"sliding_window": given.get("attention.sliding_window"), GATES_FIRST: True}
+    if own_family(header) == "dots1":
+        values["sliding_window"] = None
+    if header.architecture == "deepseek2":
+        values |= _latent(header, given)
+    if given.get("rope.scaling.type") == "yarn":
+        values["rope_parameters"] = _yarn(given) | ({"truncate": False} if own_family(header) == "gpt_oss" else {})
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     own = given.get("attention.key_length")
-    heads = {"head_dim": own if type(own) is int else values["hidden_size"] // values["num_attention_heads"]}
-    if "attention.scale" not in given:
+    heads = (
+        {}
+        if header.architecture == "deepseek2"
+        else {"head_dim": own if type(own) is int else values["hidden_size"] // values["num_attention_heads"]}
+    )
+    if "attention.scale" not in given and heads:
         heads["attention_multiplier"] = heads["head_dim"] ** -0.5
     ids = {field: header.values.get(f"tokenizer.ggml.{key}_token_id") for field, key in _TOKEN_IDS.items()}
     return AutoConfig.for_model(
@@ -85,11 +114,54 @@ def family_config(header: Header) -> Any:
     )
 
 
+def _latent(header: Header, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of latent attention, and of DeepSeek's router where a file has no key. given: values by key.
+    Raise UnsupportedModel if a size is missing or no number."""
+    newer = "_mla" if "attention.key_length_mla" in given else ""  # where a head has other lengths in llama.cpp's cache
+    keys = {"qk_rope_head_dim": "rope.dimension_count", "kv_lora_rank": "attention.kv_lora_rank"}
+    keys |= {field: f"attention.{key}_length{newer}" for field, key in (("whole", "key"), ("v_head_dim", "value"))}
+    sizes = {field: given.get(key) for field, key in keys.items()}
+    if wrong := [keys[field] for field, value in sizes.items() if type(value) is not int]:
+        raise UnsupportedModel(f"{header.path} has no single number as {header.architecture}.{wrong[0]}")
+    sizes["qk_nope_head_dim"] = sizes.pop("whole") - sizes["qk_rope_head_dim"]
+    groups, v3 = given.get("expert_group_count") or 1, own_family(header) == "deepseek_v3"
+    if groups == 1 and v3 and "expert_group_count" not in given:
+        message(
+            f"{header.path} names no groups of experts: a token chooses among all, as in llama.cpp", logging.WARNING
+        )
+    return {
+        **sizes,
+        "q_lora_rank": given.get("attention.q_lora_rank") or None,
+        "num_key_value_heads": given["attention.head_count"],
+        "n_group": groups,
+        "topk_group": given.get("expert_group_used_count") or 1,
+        "topk_method": "noaux_tc" if v3 else "group_limited_greedy" if groups > 1 else "greedy",
+        "norm_topk_prob": bool(given.get("expert_weights_norm")),
+    }
+
+
+def _yarn(given: dict[str, Any]) -> dict[str, Any]:
+    """Return YaRN's parameters. given: values by key. llama.cpp has one number for DeepSeek's two factors."""
+    scale = given.get("rope.scaling.yarn_log_multiplier") or 0  # converters write a tenth, in fp32
+    both = dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * scale:.6g}")) if scale else {}
+    beta = {f"beta_{end}": given.get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": given.get("rope.freq_base", _THETA),
+        "factor": given.get("rope.scaling.factor"),
+        "original_max_position_embeddings": given.get("rope.scaling.original_context_length"),
+        **both,
+        **{key: plain if beta[key] is None else beta[key] for key, plain in _YARN.items()},
+    }
+
+
 def carry_values(header: Header, config: Any) -> None:
     """Copy the metadata of a file's architecture to the config, and name unknown ones in a message. Raise
     UnsupportedModel if a value that changes numbers has no field there, and is not what the model uses without one."""
     prefix = f"{header.architecture}."
     values = {key.removeprefix(prefix): value for key, value in header.values.items() if key.startswith(prefix)}
+    if getattr(config, "kv_lora_rank", None):
+        values = {key: value for key, value in values.items() if key not in _LATENT}
     own = config.hidden_size // (getattr(config, "num_attention_heads", 0) or 1)
     width = values.get("attention.key_length", getattr(config, "head_dim", None) or own)
     if hasattr(config, "query_pre_attn_scalar"):
@@ -123,6 +195,8 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
     sigmoid = config.model_type in _SIGMOID or getattr(config, "scoring_func", "") == "sigmoid"
     scaling = {"factor": "factor", "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast"}
     scaling |= {"yarn_beta_slow": "beta_slow", "original_context_length": "original_max_position_embeddings"}
+    shared, inner = int(config.model_type == "hunyuan_v1_moe"), getattr(config, "intermediate_size", 0)
+    normalised = config.model_type in _NORMALISED
     unscaled = (0, 1, getattr(config, "max_position_embeddings", None))
     return {
         "attention.key_length": (("head_dim",), (own,)),
@@ -133,17 +207,18 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
         "attn_logit_softcapping": (("attn_logit_softcapping",), (0,)),
         "final_logit_softcapping": (("final_logit_softcapping",), (0,)),
         "expert_count": (("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
-        "leading_dense_block_count": (("first_k_dense_replace",), (0,)),
-        "expert_shared_count": (("n_shared_experts",), (0,)),
+        "leading_dense_block_count": (("first_k_dense_replace", "moe_layer_start_index"), (0,)),
+        "expert_shared_count": (("n_shared_experts", "moe_num_shared_experts"), (0, shared)),
+        "interleave_moe_layer_step": (("moe_layer_interval",), (0, 1)),
         "expert_group_count": (("n_group",), (0, 1)),
         "expert_group_used_count": (("topk_group",), (0, 1)),
-        "nextn_predict_layers": ((), (0,) if config.model_type not in _FAMILIES.values() else tuple(range(9))),
-        "expert_used_count": (("num_experts_per_tok",), (0,)),
-        "expert_feed_forward_length": (("moe_intermediate_size",), (0, getattr(config, "intermediate_size", 0))),
-        "expert_shared_feed_forward_length": (("shared_expert_intermediate_size",), (0,)),
-        "expert_weights_norm": (("norm_topk_prob",), (False,)),
+        "nextn_predict_layers": ((), (0,) if config.model_type not in _OWN else tuple(range(9))),
+        "expert_used_count": (("num_experts_per_tok", "moe_topk"), (0,)),
+        "expert_feed_forward_length": (("moe_intermediate_size",), (0, inner)),
+        "expert_shared_feed_forward_length": (("shared_expert_intermediate_size",), (0, shared and inner)),
+        "expert_weights_norm": (("norm_topk_prob",) if config.model_type != "deepseek_v2" else (), (normalised,)),
         "expert_weights_scale": (("routed_scaling_factor",), (0, 1)),
-        "expert_gating_func": ((), (0, 2 if sigmoid else 1)),
+        "expert_gating_func": ((), (0, 3) if config.model_type == "gpt_oss" else (0, 2 if sigmoid else 1)),
         "attention.clamp_kqv": (("clip_qkv",), (0,)),
         "use_parallel_residual": (("use_parallel_residual", "parallel_attn"), (False,)),
         "attention.causal": ((), (True,)),
@@ -152,6 +227,7 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
         "residual_scale": (("residual_multiplier",), (0, 1)),
         **dict.fromkeys(("attention.max_alibi_bias", "ssm.dt_b_c_rms"), ((), (0,))),
         "attention.shared_kv_layers": ((), (0,)),
+        "rope.scaling.yarn_log_multiplier": ((), (0, rope.get("mscale_all_dim", 0) / 10)),
         **{f"rope.scaling.{key}": ((), (rope.get(of),) if scaled else unscaled) for key, of in scaling.items()},
     }
 

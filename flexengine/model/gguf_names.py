@@ -6,7 +6,7 @@ weights.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from flexengine.model.gguf_header import GgufTensor, Header
 
 ROPE_FREQS = "rope_freqs.weight"  # divisors of frequencies, no parameter
 Array = np.ndarray[Any, Any]
-_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*experts\.(gate_up|down)_proj$")
+_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*experts\.(gate_up|down)_proj(_bias)?$")
 _ROUTER = re.compile(r"(?:^|\.)layers\.(\d+)\.block_sparse_moe\.router\.weight$")
+_LATENT = ".attn_kv_b."
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _EXPERT_BIAS = re.compile(r"(?:^|\.)layers\.(\d+)\..*e_score_correction_bias$")
 # By architecture: whether rows of queries and keys are interleaved, so that rotary positions turn neighbours.
@@ -47,12 +48,16 @@ def parts_of(header: Header, model: Any) -> dict[str, list[GgufTensor]]:
     parts, prefix = dict[str, list[GgufTensor]](), f"{model.base_model_prefix}."
     for name in model.state_dict():
         wanted = _stored_names(name, names) or _stored_names(name.removeprefix(prefix), names)
+        wanted = _instead(wanted, tensors)
         own = [tensors.pop(part) for part in wanted if part in tensors]
         if own and len(own) < len(wanted):
             fault = f"lacks a part of {name}, which is made of {' and '.join(wanted)}"
             raise BadCheckpoint(f"{header.path} {fault}")
         if own:
             parts[name] = own
+        if own and _LATENT in wanted[0]:  # some files have these numbers twice
+            for half in _halves(wanted[0]):
+                tensors.pop(half, None)
     tensors.pop(ROPE_FREQS, None)
     if tensors:
         fault = f"{len(tensors)} tensors, among them {[*tensors][:3]}, have no place in {type(model).__name__}"
@@ -60,11 +65,25 @@ def parts_of(header: Header, model: Any) -> dict[str, list[GgufTensor]]:
     return parts
 
 
+def _instead(wanted: list[str], tensors: Mapping[str, GgufTensor]) -> list[str]:
+    """Return the names of the tensors of a parameter in a file that has other ones instead of those `wanted`: experts'
+    gates and ups in one tensor, or keys and values of latent attention apart."""
+    first = wanted[0] if wanted else ""
+    if (joined := first.replace("_gate_exps", "_gate_up_exps")) in tensors:
+        return [joined]
+    return _halves(first) if _LATENT in first and first not in tensors else wanted
+
+
+def _halves(name: str) -> list[str]:
+    """Return the names of the parts for keys and for values of a tensor _LATENT."""
+    return [name.replace(_LATENT, f".attn_{half}_b.") for half in ("k", "v")]
+
+
 def _stored_names(name: str, names: Any) -> list[str]:
     """Return the names of the tensors that a parameter is made of; [] if there are none. names: gguf-py's map."""
     if match := _EXPERTS.search(name):
         kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
-        return [f"blk.{match[1]}.ffn_{kind}_exps.weight" for kind in kinds]
+        return [f"blk.{match[1]}.ffn_{kind}_exps.{'bias' if match[3] else 'weight'}" for kind in kinds]
     if match := _ROUTER.search(name):
         return [f"blk.{match[1]}.ffn_gate_inp.weight"]
     if match := _EXPERT_BIAS.search(name):
@@ -85,6 +104,10 @@ def undone(architecture: str, config: Any, tensors: Sequence[GgufTensor], arrays
         arrays: their content, or other arrays that differ in the last dimension.
     """
     name, x = tensors[0].name, arrays[0]
+    if ".attn_k_b." in name:  # of each head, the keys' part is transposed
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
+        keys, values = x.reshape(heads, rank, -1).swapaxes(1, 2), arrays[1].reshape(heads, -1, rank)
+        return np.concatenate([keys, values], axis=1).reshape(-1, rank)
     if len(arrays) > 1:  # gate and up projection of experts
         return np.concatenate(arrays, axis=1)
     if architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
@@ -96,6 +119,7 @@ def undone(architecture: str, config: Any, tensors: Sequence[GgufTensor], arrays
         return np.stack(np.split(x.reshape(3 * config.n_head, -1, *x.shape[1:]), 3), axis=1).reshape(x.shape)
     if architecture == "gpt2" and name.endswith(_TURNED):
         return x.T
-    if name.endswith("ffn_gate_inp_shexp.weight") and len(tensors[0].shape) == 1:
+    rowed = name.endswith("ffn_gate_inp_shexp.weight") or (architecture == "ernie4_5-moe" and "exp_probs_b" in name)
+    if rowed and len(tensors[0].shape) == 1:
         return x[None]
     return x

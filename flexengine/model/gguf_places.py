@@ -51,17 +51,19 @@ class ParamPlace(NamedTuple):
     # (number of the tensor, first row, rows) of each run of rows, in the order of the parameter
     runs: tuple[tuple[int, int, int], ...]
     pairs: int = 0  # rows of a head whose rows lie in pairs, see `checkpoint.Origin`; 0 for rows in order
+    transposed: bool = False  # whether the model has each matrix as [in, out]
 
 
-def place_of_rows(tensors: Sequence[GgufTensor], numbers: Any) -> ParamPlace:
+def place_of_rows(tensors: Sequence[GgufTensor], numbers: Any, transposed: bool = False) -> ParamPlace:
     """Return the place of a parameter. numbers: int64 [..., 1], the rows that it consists of, each tensor * ROWS +
-    row."""
+    row, also if the model has it `transposed`."""
     flat, shape = numbers.reshape(-1), (*numbers.shape[:-1], tensors[0].shape[-1])
     if pairs := _pairs(flat) if len(tensors) == 1 else 0:
         flat = np.arange(len(flat))
     ends = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), len(flat)]
     runs = tuple((*divmod(int(flat[low]), ROWS), high - low) for low, high in pairwise(ends))
-    return ParamPlace(tuple(tensor.name for tensor in tensors), shape, runs, pairs)
+    shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+    return ParamPlace(tuple(tensor.name for tensor in tensors), shape, runs, pairs, transposed)
 
 
 def _pairs(rows: Any) -> int:
@@ -92,32 +94,33 @@ def in_place(directory: Path, files: Sequence[Path]) -> dict[str, Origin]:
     tensors = {tensor.name: tensor for file in files for tensor in read_header(file).tensors}
     try:
         return {
-            name: _origin([tensors[part] for part in parts], tuple(shape), runs, pairs)
-            for name, (parts, shape, runs, pairs) in read_object(directory / PLACES, _MOST_PLACES).items()
+            name: _origin([tensors[part] for part in place[0]], ParamPlace(*place))
+            for name, place in read_object(directory / PLACES, _MOST_PLACES).items()
         }
     except (LookupError, ValueError, TypeError, ArithmeticError) as error:
         fault = f"{directory / PLACES} does not fit {files[0]}: {error!r}"
         raise BadCheckpoint(f"{fault}; remove the directory, and it will be made again") from error
 
 
-def _origin(parts: Sequence[GgufTensor], shape: tuple[int, ...], runs: Sequence[Sequence[int]], pairs: int) -> Origin:
+def _origin(parts: Sequence[GgufTensor], place: ParamPlace) -> Origin:
     """Return the location of a parameter. parts: its tensors, of one plain kind, or of formats of `codec.forms`."""
-    tensor, rows = parts[0], math.prod(shape[:-1])
-    ranges = []
-    for number, first, count in runs:
+    tensor, shape, ranges = parts[0], tuple(place.shape), []
+    rows = math.prod(shape) // tensor.shape[-1]
+    for number, first, count in place.runs:
         part = parts[number]
         width = part.nbytes // math.prod(part.shape[:-1])
         if not 0 <= first * width <= (first + count) * width <= part.nbytes:
             raise ValueError(f"{part.name} has no rows {first} to {first + count}")
         ranges.append(ByteRange(part.path, part.offset + first * width, count * width))
-    if sum(count for *_, count in runs) != rows:
+    if sum(count for *_, count in place.runs) != rows:
         raise ValueError(f"{tensor.name} has other rows")
-    turned = (rows // pairs, pairs) if pairs else None
+    turned = (rows // place.pairs, place.pairs) if place.pairs else None
     if (dtype := PLAIN_KINDS.get(tensor.kind.name)) is not None:
         return Origin(tuple(ranges), dtype, shape, pairs=turned)
     experts = shape[0] if len(shape) > 2 else 0
     names = dict.fromkeys(part.kind.name.lower() for part in parts)  # of two, each has half of an expert's rows
-    form = WeightFormat(make_form("+".join(names), rows // (experts or 1), shape[-1]), experts)
+    packed = make_form("+".join(names), rows // (experts or 1), tensor.shape[-1])
+    form = WeightFormat(packed, experts, place.transposed)
     return Origin(tuple(ranges), torch.float32, shape, form, turned)
 
 

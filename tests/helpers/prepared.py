@@ -26,4 +26,9 @@ def gguf_tensors_of(directory: Path, file: Path) -> dict[str, torch.Tensor]:
     its prepared directory."""
     found = read_checkpoint(directory, [file])
     assert tensors_of(directory).keys() < found.keys()
-    return {name: read_part(stored, 0, decoded_size(stored)).view(stored.shape) for name, stored in found.items()}
+    tensors = {}
+    for name, stored in found.items():
+        flat, (*first, rows, columns) = read_part(stored, 0, decoded_size(stored)), (1, 1, *stored.shape)
+        turned = stored.form is not None and stored.form.transposed
+        tensors[name] = (flat.view(*first, columns, rows).mT if turned else flat).reshape(stored.shape)
+    return tensors

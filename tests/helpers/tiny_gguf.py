@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, RopeScalingType, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from transformers import (
     AutoConfig,
@@ -38,6 +38,10 @@ FAMILIES = {
 }
 
 _MORE = dict(SHAPE, head_dim=16)
+_ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1,
+               n_shared_experts=1, num_hidden_layers=3)  # fmt: skip
+_LATENT = dict(SHAPE, **_ROUTED, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16,
+               qk_nope_head_dim=32, v_head_dim=32, n_group=1, topk_group=1)  # fmt: skip
 # Families whose config flexengine makes itself: architecture of GGUF, and fields that differ from SHAPE.
 MORE = {
     "gemma": (MODEL_ARCH.GEMMA, dict(_MORE, head_dim=24, tie_word_embeddings=True)),
@@ -80,6 +84,37 @@ MORE = {
             moe_intermediate_size=32, first_k_dense_replace=1, routed_scaling_factor=1.5, num_hidden_layers=3,
         ),
     ),
+    "deepseek_v2": (MODEL_ARCH.DEEPSEEK2, dict(_LATENT, v_head_dim=64, routed_scaling_factor=2.0)),
+    "deepseek_v3": (
+        MODEL_ARCH.DEEPSEEK2,
+        dict(
+            _LATENT, q_lora_rank=32, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+            max_position_embeddings=256, rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 8,
+            },
+        ),
+    ),
+    "dots1": (MODEL_ARCH.DOTS1, dict(_MORE, **_ROUTED, sliding_window=None, norm_topk_prob=True)),
+    "ernie4_5_moe": (
+        MODEL_ARCH.ERNIE4_5_MOE,
+        dict(
+            SHAPE, moe_num_experts=4, moe_k=2, moe_num_shared_experts=2, moe_layer_start_index=1, num_hidden_layers=3,
+            moe_intermediate_size=32, use_bias=False,
+        ),
+    ),
+    "hunyuan_v1_moe": (MODEL_ARCH.HUNYUAN_MOE, dict(_MORE, num_experts=4, moe_topk=2, pad_token_id=0)),
+    "gpt_oss": (
+        MODEL_ARCH.GPT_OSS,
+        dict(
+            _MORE, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, sliding_window=9,
+            num_hidden_layers=4, initializer_range=0.2,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 32,
+            },
+        ),
+    ),
 }  # fmt: skip
 FAMILIES |= {
     name: (arch, AutoConfig.for_model(name, **{"tie_word_embeddings": False, "eos_token_id": 7, **fields}))
@@ -95,7 +130,10 @@ KEYS = {
     "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "logit_scale": "logit_scale",
     "sliding_window": "attention.sliding_window", "n_shared_experts": "expert_shared_count",
     "first_k_dense_replace": "leading_dense_block_count", "routed_scaling_factor": "expert_weights_scale",
-    "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
+    "n_group": "expert_group_count", "topk_group": "expert_group_used_count", "moe_k": "expert_used_count",
+    "moe_num_experts": "expert_count", "moe_num_shared_experts": "expert_shared_count",
+    "moe_layer_start_index": "leading_dense_block_count", "moe_layer_interval": "interleave_moe_layer_step",
+    "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank",
 }  # fmt: skip
 
 
@@ -124,6 +162,9 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndar
         weights = tensor.numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if arch is MODEL_ARCH.GPT_OSS and ("experts" in name or "sinks" in name):
+            out += _of_gpt_oss(name, weights)
+            continue
         if name.endswith("experts.gate_up_proj"):
             block, half = name.split(".")[2], weights.shape[1] // 2
             out += [(f"blk.{block}.ffn_up_exps.weight", weights[:, half:]),
@@ -136,6 +177,9 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndar
         if name.endswith("experts.down_proj"):
             out.append((f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weights))
             continue
+        if family == "deepseek_v3" and "kv_b_proj" in name:
+            out += _latent_halves(name, weights, config)
+            continue
         if arch in PERMUTED and "q_proj" in name:
             weights = permute(weights, config.num_attention_heads)
         if arch in PERMUTED and "k_proj" in name:
@@ -147,6 +191,41 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndar
     return out
 
 
+def _latent_halves(name: str, weights: np.ndarray, config) -> list[tuple[str, np.ndarray]]:
+    """DeepseekV2Model of llama.cpp's conversion/deepseek.py: the keys' part transposed, the values' one apart."""
+    heads = weights.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    block = f"blk.{name.split('.')[2]}"
+    return [(f"{block}.attn_k_b.weight", keys.swapaxes(1, 2)), (f"{block}.attn_v_b.weight", values)]
+
+
+def _add_latent(writer: GGUFWriter, config) -> None:
+    """Lengths of heads: in newer files those of llama.cpp's cache, and of the model as `_mla`."""
+    key, rope = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_rope_head_dim
+    newer = config.model_type == "deepseek_v3"
+    if newer:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(config.v_head_dim)
+        writer.add_uint32("deepseek2.expert_gating_func", 2)
+    writer.add_head_count_kv(1 if newer else config.num_key_value_heads)
+    writer.add_key_length(config.kv_lora_rank + rope if newer else key)
+    writer.add_value_length(config.kv_lora_rank if newer else config.v_head_dim)
+    writer.add_rope_dimension_count(rope)
+    if scale := config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
+def _of_gpt_oss(name: str, weights: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """GptOssModel of llama.cpp's conversion/gpt_oss.py: alternating gates and ups apart, matrices as [out, in]."""
+    block, bias = f"blk.{name.split('.')[2]}", name.endswith("_bias")
+    if "sinks" in name:
+        return [(f"{block}.attn_sinks.weight", weights)]
+    end, x = ("bias", weights) if bias else ("weight", weights.swapaxes(1, 2))
+    if "down_proj" in name:
+        return [(f"{block}.ffn_down_exps.{end}", x)]
+    return [(f"{block}.ffn_gate_exps.{end}", x[:, ::2]), (f"{block}.ffn_up_exps.{end}", x[:, 1::2])]
+
+
 def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=lambda writer: None) -> Path:
     arch, config = FAMILIES[family]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
@@ -155,7 +234,16 @@ def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if arch is MODEL_ARCH.DEEPSEEK2:
+        _add_latent(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if arch in (MODEL_ARCH.DEEPSEEK2, MODEL_ARCH.DOTS1):
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    if arch is MODEL_ARCH.HUNYUAN_MOE:
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -163,10 +251,10 @@ def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=
         writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    turned = int(width * config.rope_parameters.get("partial_rotary_factor", 1))
+    turned, latent = int(width * config.rope_parameters.get("partial_rotary_factor", 1)), arch is MODEL_ARCH.DEEPSEEK2
     if arch is MODEL_ARCH.LLAMA or turned != width:
         writer.add_rope_dimension_count(turned)
-    if arch is not MODEL_ARCH.LLAMA and getattr(config, "head_dim", None):
+    if arch is not MODEL_ARCH.LLAMA and getattr(config, "head_dim", None) and not latent:
         writer.add_key_length(config.head_dim)
     written = set()
     for field, key in KEYS.items():
@@ -174,10 +262,14 @@ def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=
             written.add(key)
             add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
             add(f"{MODEL_ARCH_NAMES[arch]}.{key}", value)
+    if (rope := config.rope_parameters)["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_uint32("tokenizer.ggml.eos_token_id", 7)
     extra(writer)
     for name, weights in tensors:
-        chosen = Q.F32 if weights.ndim == 1 else kind(name)
+        chosen = Q.F32 if weights.ndim == 1 or name.endswith(".bias") else kind(name)
         stored = weights if weights.dtype == np.uint8 else quantize(np.ascontiguousarray(weights), chosen)
         writer.add_tensor(name, stored, raw_dtype=chosen)
     writer.write_header_to_file()

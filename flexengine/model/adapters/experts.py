@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from flexengine.model.adapters import become, positions
 from flexengine.model.experts import by_expert
 from flexengine.model.forward import attend
+from flexengine.model.linear import is_experts
 
 
 def adapt(config: Any, model: Any) -> None:
@@ -25,6 +26,22 @@ def adapt(config: Any, model: Any) -> None:
             become(module, mixin)
         if hasattr(module, "floor_scale") and not isinstance(model, PreTrainedModel):
             module.floor_scale = 1  # so that the trial of a layer alone, with few positions, shows the scaling
+
+
+def use_gates_first(model: Any) -> None:
+    """Let the experts of a model whose gates and ups alternate take all gates, then all ups, as GGUF files have the
+    rows of their first product."""
+    for module in model.modules():
+        if is_experts(module) and module.has_gate and not module.is_concatenated:
+            become(module, GatesFirst)
+
+
+class GatesFirst:
+    """Experts that get gates and ups one after the other, though their class lets them alternate."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        alternating = gate_up.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return super()._apply_gate(alternating)  # type: ignore[misc, no-any-return]
 
 
 class DbrxChosen:
