@@ -32,9 +32,9 @@ def attend(
         before = written[:0]
         if piece.table is not None:
             before = (piece.table.long()[:, None] * size + offset).flatten()[: piece.past]
-        places = torch.cat([before, written[first : first + piece.count]])
-        for low in range(first, first + piece.count, step):
-            tokens = slice(low, min(low + step, first + piece.count))
+        places = torch.cat([before, written[first : first + piece.tokens]])
+        for low in range(first, first + piece.tokens, step):
+            tokens = slice(low, min(low + step, first + piece.tokens))
             rows = choice.positions[tokens].long()
             rows = torch.cat([rows, rows[:, -1:].expand(-1, -most % size)], 1)
             at, half = places[rows // 2], rows % 2
@@ -42,5 +42,5 @@ def attend(
             own = pool.view(-1, dim).index_select(0, numbers.flatten()).view(-1, 2, 1, size, dim)
             table = torch.arange(len(own), dtype=torch.int32, device=pool.device).view(len(rows), -1)
             out[tokens] = kernels.decode_attention(q[tokens], own, table, choice.counts[tokens], options)
-        first += piece.count
+        first += piece.tokens
     return out[None]
