@@ -4,7 +4,8 @@ A query's numbers are its states times profiles by distance. They are computed w
 queries at a time: they take heads * `rel_extent` elements of a token, and its states heads * `d_rel`.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,13 +15,14 @@ from flexengine.model.forward import Attend, attend, pause
 from flexengine.model.linear import Product
 
 
-class ByDistance(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ByDistance:
     """Numbers that attention adds to the scores of a pass's tokens: states @ profiles, by distance; 0 beyond."""
 
     states: Tensor  # [tokens, heads, d_rel]
     profiles: Tensor  # [d_rel, extent]
 
-    attends = "flexengine.worker.cache.distances:attend"  # the function that computes attention over pages
+    attends: ClassVar[str] = "flexengine.worker.cache.distances:attend"  # computes attention over pages
 
     @property
     def elements(self) -> int:

@@ -82,7 +82,8 @@ class LongcatHalf(nn.Module):
         if skips is None:
             return hidden_states
         normed = self.post_attention_layernorm[1](hidden_states)
-        return hidden_states + self.mlps[1](normed) + skips
+        out: Tensor = hidden_states + self.mlps[1](normed) + skips
+        return out
 
 
 class ChosenExperts:
@@ -94,7 +95,8 @@ class ChosenExperts:
 
     def _apply_gate(self: Any, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+        gated: Tensor = self.act_fn(gate) * up
+        return gated
 
     def forward(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

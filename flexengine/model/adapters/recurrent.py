@@ -59,7 +59,7 @@ class GatedUnit:
     product = Product(_FP32)  # `use_product` sets the model's
 
     def _gate(self: Any, x: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (self.num_attention_heads, self.block_width)).unbind(2)
+        heads = x.view(*x.shape[:2], self.num_attention_heads, self.block_width).unbind(2)
         outs = [self.product(h, w.t(), b) for h, w, b in zip(heads, weights, biases, strict=True)]
         return torch.sigmoid(torch.cat(outs, -1))
 

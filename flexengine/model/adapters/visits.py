@@ -52,4 +52,5 @@ class Visits:
     def forward(self: Any, hidden_states: Tensor, cycle_offset: int = 0, **kwargs: Any) -> Tensor:
         for number in range(cycle_offset, cycle_offset + self.count):
             hidden_states = self.visits[number](hidden_states, cycle_offset=cycle_offset, **kwargs)
-        return self.final_norm(hidden_states)
+        normed: Tensor = self.final_norm(hidden_states)
+        return normed
