@@ -85,7 +85,9 @@ def refine(placement: Placement) -> None:
     tried, explored = placement.tried, set[Policy]()
     if not tried.predictions:  # at most the smallest policies fit
         for policy, slots in product(tried.smallest(), (2, 1)):
-            tried.attempt(replace(policy, slots=slots))
+            for block in reversed(tried.blocks()):  # a device with room for one layer may have many sequences in RAM
+                if tried.attempt(replace(policy, slots=slots, gpu_batch_size=block)) is None:
+                    break
         for slots in (2, 1):
             placement.solve_placement(replace(tried.smallest()[0], slots=slots), Choice(False, False))
     for _ in range(MAX_ROUNDS):

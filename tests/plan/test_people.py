@@ -1,12 +1,30 @@
 """The table "What people run" of docs/models.md: the page has what its command finds."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flexengine import shipped
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.search import search
+from flexengine.plan.workload import Workload
 from tests.helpers.people import PEOPLE, WORDS
-from tests.helpers.people_table import ABOUT, PAGE, listed, opened, row, section, table, with_section
+from tests.helpers.people_table import (
+    ABOUT,
+    GPU,
+    NEW,
+    PAGE,
+    PROMPT,
+    ROWS,
+    listed,
+    opened,
+    row,
+    section,
+    table,
+    with_section,
+)
 
 
 def test_the_page_has_all_models_in_order() -> None:
@@ -31,3 +49,17 @@ def test_parameters_are_those_of_the_card(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         facts = opened(name, Path(folder), "cuda").facts
     assert sum(t.elements for t in facts.tensors) / 1e9 == pytest.approx(PEOPLE[name].billions, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_more_memory_makes_no_slower_plan() -> None:
+    """Of a model of which the device holds one layer at a time: with a little more memory it also holds the cache of
+    one sequence, which is slower than the cache of several in RAM."""
+    with tempfile.TemporaryDirectory() as folder:
+        facts = opened("GLM-5-FP8", Path(folder), "cuda").facts
+    hardware = replace(Hardware.load(shipped.find_file("hardware", GPU)), disk_bytes=None)
+    seconds = [
+        search(facts, replace(hardware, device_bytes=int(room)), Workload({(PROMPT, NEW): ROWS})).best.total_seconds
+        for room in (12e9, 15.4e9)
+    ]
+    assert seconds[1] <= 1.03 * seconds[0]
