@@ -45,6 +45,9 @@ def edits(logits: Tensor, draws: Sequence[Draw]) -> Edits:
     )
     again = _numbers((row, d.generated) for row, d in enumerate(draws) if _counts(d))
     parts = (biased, forbidden, seen, again)
+    if not any(map(len, parts)):
+        none = torch.empty(0, dtype=torch.int64)
+        return Edits(torch.zeros(len(draws) + 1, dtype=torch.int64), none, none, none.double())
     keys, places = np.unique(np.concatenate(parts), return_inverse=True)
     known = (keys & ((1 << WORD) - 1)) < logits.shape[1]
     first = torch.from_numpy(np.searchsorted(keys[known], np.arange(len(draws) + 1) << WORD))

@@ -121,8 +121,9 @@ def placed(
         own = [number for number, other in enumerate(kinds) if other == kind]
         rows, more = kind[0].placed([layers[number].bound for number in own], hidden, chosen, weights, out)
         kept += [rows, more]
+        start = rows.ctypes.data
         for place, number in enumerate(own):
-            addresses[number] = rows.ctypes.data + place * rows.strides[0]
+            addresses[number] = start + place * rows.strides[0]
     return addresses, kept
 
 

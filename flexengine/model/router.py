@@ -70,11 +70,7 @@ class Mixture(NamedTuple):
         recorded = first.whole_call(x, given, layers[0][1])
         sums = [first._empty(*recorded.results[0]) for _ in range(2)]  # layers write to them in turns
         normed, logits, *rest = (first._empty(*result) for result in recorded.results[1:])
-        rows, source = list[list[int]](), x
-        for number, (layer, pages) in enumerate(layers):
-            results = (sums[number % 2], normed, logits, *rest)
-            rows.append(layer._addresses(layer._bound, (source, *given, *pages.tensors), results))
-            source = sums[number % 2]
+        rows = first.addresses_of(x, given, layers, [[total, normed, logits, *rest] for total in sums])
         y = torch.empty_like(normed)
         chosen, shares = (torch.empty((len(x), self.routing.top), dtype=t) for t in (torch.int64, torch.float32))
         experts, kept = placed([native for native in natives if native], normed, chosen, shares, y)
@@ -85,7 +81,7 @@ class Mixture(NamedTuple):
         arrays = [added.array() for added in additions]  # in memory, as `parts` and `kept`, until the call has returned
         kernel.run_items(_items(len(layers), *parts, arrays))
         del kept
-        return source
+        return sums[(len(layers) - 1) % len(sums)]
 
 
 def _items(count: int, steps: Any, choice: Any, experts: Any, additions: Sequence[Any]) -> Any:
@@ -98,13 +94,14 @@ def _items(count: int, steps: Any, choice: Any, experts: Any, additions: Sequenc
         experts: address of a struct Experts of each layer.
         additions: arrays of struct Step, which layers have in turns.
     """
-    items, each = list[tuple[int, int, int]](), len(steps) // count
+    each, start, chooses = len(steps) // count, steps.ctypes.data, ctypes.addressof(choice)
+    added = [(ctypes.addressof(array), STEPS_OF_LAYER, len(array)) for array in additions]
+    items = list[tuple[int, int, int]]()
     for layer in range(count):
-        items.append((steps.ctypes.data + layer * each * steps.strides[0], STEPS_OF_LAYER, each))
-        items.append((ctypes.addressof(choice), CHOICE, 1))
+        items.append((start + layer * each * steps.strides[0], STEPS_OF_LAYER, each))
+        items.append((chooses, CHOICE, 1))
         items.append((experts[layer], MIXTURE, 1))
-        added = additions[layer % len(additions)]
-        items.append((ctypes.addressof(added), STEPS_OF_LAYER, len(added)))
+        items.append(added[layer % len(added)])
     return np.array(items, dtype=np.int64)
 
 

@@ -266,13 +266,23 @@ class NativeLayer:
         first = len(sizes) - len(rest) - (1 if rest and self.record.shared else 0)
         results = [self._empty(*size) for size in sizes[:first]]
         results += [*rest, *(self._empty(*size) for size in sizes[first + len(rest) :])]
-        rows, source = list[list[int]](), x
-        for layer, pages in layers:
-            assert layer._bound is not None
-            rows.append(self._addresses(layer._bound, (source, *given, *pages.tensors), results))
-            source = results[0]  # a layer reads its input before it writes its output
-        call.run(*rows)
+        call.run(*self.addresses_of(x, given, layers, [results]))
         return results
+
+    def addresses_of(
+        self, x: Tensor, given: Sequence[Tensor], layers: Whole, results: Sequence[list[Tensor]]
+    ) -> list[list[int]]:
+        """Return the addresses of each layer for `RecordedSteps.run`. results: tensors of a layer, which layers have in
+        turns; a layer reads its input before it writes its output."""
+        same, source, rows = [y.data_ptr() for y in given], x.data_ptr(), list[list[int]]()
+        shared = [y.data_ptr() for y in layers[0][1].tensors[1:]]  # layers have other pools only
+        turns = [[*(y.data_ptr() for y in own), self.kind.scratch.block.data_ptr()] for own in results]
+        for number, (layer, pages) in enumerate(layers):
+            assert layer._bound is not None
+            to = turns[number % len(turns)]
+            rows.append([source, *same, pages.pool.data_ptr(), *shared, *layer._bound.addresses, *to])
+            source = to[0]
+        return rows
 
     def whole_call(self, x: Tensor, given: Sequence[Tensor], paged: PagedAttention) -> RecordedSteps:
         """Return the recorded call of whole layers. Arguments as of `_layers`; the weights are bound."""
