@@ -79,7 +79,7 @@ def test_the_choice_decides(models: Any, kind: str, monkeypatch: pytest.MonkeyPa
     """If all keys are seen, tokens differ: of rows that are longer than the number of chosen keys only."""
     known, kept = models(kind), sparse._kept
 
-    def all_seen(choice: sparse.Choice) -> sparse.Choice:
+    def all_seen(choice: sparse.ChosenKeys) -> sparse.ChosenKeys:
         return kept(choice._replace(tokens=choice.tokens[:0], positions=choice.positions[:0]))
 
     monkeypatch.setattr(sparse, "_kept", all_seen)

@@ -10,7 +10,7 @@ from flexengine.kernels import load
 from flexengine.kernels.base import AttentionOptions, Kernels
 from flexengine.kernels.paged import PromptPieces
 from flexengine.kernels.reference import ReferenceKernels
-from flexengine.model.adapters.sparse import Choice
+from flexengine.model.adapters.sparse import ChosenKeys
 from flexengine.worker.cache import chosen
 from flexengine.worker.cache.tables import Tables
 
@@ -56,7 +56,7 @@ def test_attention_over_chosen_keys(
     tokens = (positions >= TOP).nonzero()[:, 0]
     picked = torch.stack([torch.randperm(int(p) + 1)[:TOP].sort().values for p in positions[tokens]]).int()
     options = AttentionOptions(0.3, sinks=torch.randn(HEADS) if sinks else None)
-    found = chosen.attend(kernel, options, (q, k, v), pool, tables, Choice(tokens, picked, None))
+    found = chosen.attend(kernel, options, (q, k, v), pool, tables, ChosenKeys(tokens, picked, None))
     expected, first = torch.empty(q.shape), 0
     for (past, count), kv in zip(PIECES, whole, strict=True):
         for i in range(first, first + count):

@@ -21,7 +21,7 @@ from flexengine.model.forward import Attend, Mix, attend, pause
 
 
 class Compressed(NamedTuple):
-    """What the tokens of a packed pass see in a layer, as a `sparse.Choice`."""
+    """What the tokens of a packed pass see in a layer, as a `sparse.ChosenKeys`."""
 
     tokens: Tensor  # int64 [tokens]: all
     # int32 [tokens, most]: 2 * position of a key that a token sees, or that and 1 of the entry that is kept there

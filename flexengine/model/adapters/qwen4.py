@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.model.adapters import become
-from flexengine.model.adapters.sparse import MOST_BYTES, Choice, Chooses, IndexPages
+from flexengine.model.adapters.sparse import MOST_BYTES, ChosenKeys, Chooses, IndexPages
 from flexengine.model.forward import Mix, attend, pause
 
 # Buffers of integers, which follow from the config.
@@ -47,11 +47,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class ChoosesBlocks(Chooses):
-    """Mixin of an indexer of blocks: returns a Choice."""
+    """Mixin of an indexer of blocks: returns a ChosenKeys."""
 
     rotary: Any  # a list of the decoder's module of cosines and sines
 
-    def forward(self: Any, hidden_states: Tensor, position_embeddings: Any) -> Choice:  # type: ignore[override]
+    def forward(self: Any, hidden_states: Tensor, position_embeddings: Any) -> ChosenKeys:  # type: ignore[override]
         heads, size, ratio = self.index_n_heads, self.index_head_dim, self.compress_ratio
         top = self.block_topk * ratio + ratio - 1
         q, keys = self.index_qk_proj(hidden_states).split([heads * size, size], dim=-1)
@@ -59,7 +59,7 @@ class ChoosesBlocks(Chooses):
         none = torch.empty(0, dtype=torch.int64, device=q.device)
         where: IndexPages | None = None if q.is_meta else pause(Mix())
         if where is None:  # a trial, of one prompt
-            return Choice(none, none.int().view(0, top), keys[0], none)
+            return ChosenKeys(none, none.int().view(0, top), keys[0], none)
         chosen, numbers, counts, first = list[Tensor](), list[int](), list[int](), 0
         for count, past, _, table in where.pieces:
             new = max(0, top - past)  # the first token that does not see all
@@ -77,9 +77,9 @@ class ChoosesBlocks(Chooses):
                     counts.append(len(tokens) + len(tail))
             first += count
         if not chosen:
-            return Choice(none, none.int().view(0, top), keys[0], none)
+            return ChosenKeys(none, none.int().view(0, top), keys[0], none)
         each = torch.tensor(counts, dtype=torch.int32, device=q.device)
-        return Choice(torch.tensor(numbers, device=q.device), torch.stack(chosen), keys[0], each)
+        return ChosenKeys(torch.tensor(numbers, device=q.device), torch.stack(chosen), keys[0], each)
 
     def _blocks(self: Any, keys: Tensor) -> Tensor:
         """Return the keys of whole blocks, [blocks, index_head_dim], from those of a sequence's tokens."""

@@ -2,7 +2,7 @@
 
 The indexer of a layer scores the keys of all earlier tokens by keys of its own, one of `index_head_dim` elements for
 each token, and chooses the `index_topk` best ones. A token with fewer earlier ones sees all of them: for it nothing is
-scored. The indexer's keys are kept in columns of the layer's values (`Choice.attended`), so they are moved, shared,
+scored. The indexer's keys are kept in columns of the layer's values (`ChosenKeys.attended`), so they are moved, shared,
 copied and counted with its KV pages. In latent attention K is wider than V, which leaves columns of V unused.
 
 The indexer's own forward runs unmodified, for each sequence alone, with as many keys as if the prompt were uncut, those
@@ -25,7 +25,7 @@ MOST_BYTES = 64 << 20  # of the scores of one call of an indexer, unless those o
 _COPIES = 3  # tensors of scores by head that an indexer has at once
 
 
-class Choice(NamedTuple):
+class ChosenKeys(NamedTuple):
     """The keys that tokens of a packed pass see, which a layer's indexer chose."""
 
     tokens: Tensor  # int64 [n]: those that do not see all keys of their sequence, in order
@@ -87,7 +87,7 @@ class _Keys:
 
 
 class Chooses:
-    """Mixin of an indexer: returns a Choice."""
+    """Mixin of an indexer: returns a ChosenKeys."""
 
     heads: int  # KV heads of its layer
     first: int  # columns of values before the indexer's keys
@@ -96,7 +96,7 @@ class Chooses:
 
     def forward(
         self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, attention_mask: Any, *_: Any, **__: Any
-    ) -> Choice:
+    ) -> ChosenKeys:
         own, top, device = super().forward, self.index_topk, hidden_states.device  # type: ignore[misc]
 
         def run(tokens: slice, mask: Tensor, whole: Tensor | None) -> Any:
@@ -113,7 +113,7 @@ class Chooses:
             if hidden_states.is_meta:
                 run(everything, attention_mask, keys)
             empty = torch.empty(0, dtype=torch.int64, device=device)
-            return _kept(Choice(empty, empty.int().view(0, top), keys[0]))
+            return _kept(ChosenKeys(empty, empty.int().view(0, top), keys[0]))
         chosen, numbers, first = list[Tensor](), list[int](), 0
         for count, past, total, table in where.pieces:
             new = max(0, top - past)
@@ -130,7 +130,7 @@ class Chooses:
                 new = end
             first += count
         positions = torch.cat(chosen) if chosen else torch.empty(0, top, dtype=torch.int32, device=device)
-        return _kept(Choice(torch.tensor(numbers, dtype=torch.int64, device=device), positions, keys[0]))
+        return _kept(ChosenKeys(torch.tensor(numbers, dtype=torch.int64, device=device), positions, keys[0]))
 
     def _whole(self, pool: Tensor, past: int, total: int, table: Tensor | None, keys: Tensor) -> Tensor:
         """Return the keys of a sequence's tokens, [1, total, index_head_dim]: those in pages, new ones, and zeros."""
@@ -147,8 +147,8 @@ class Chooses:
 class Inherits(nn.Module):
     """In place of the indexer of a layer that takes the choice of a layer before."""
 
-    def forward(self, *_: Any, **__: Any) -> Choice:
-        choice: Choice | None = this_pass().choice
+    def forward(self, *_: Any, **__: Any) -> ChosenKeys:
+        choice: ChosenKeys | None = this_pass().choice
         if choice is None:
             raise UnsupportedModel("a layer sees the keys that a layer before it chose, which was not computed here")
         return choice._replace(keys=None)
@@ -166,7 +166,7 @@ class Plain(nn.Linear):
     """A projection whose weight has the dtype that its module says: the module converts to it."""
 
 
-def _kept(choice: Choice) -> Choice:
+def _kept(choice: ChosenKeys) -> ChosenKeys:
     this_pass().choice = choice
     return choice
 

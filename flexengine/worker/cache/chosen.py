@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexengine.kernels.base import AttentionOptions, Kernels, Past, PromptCall
-from flexengine.model.adapters.sparse import Choice, IndexPages, IndexPiece
+from flexengine.model.adapters.sparse import ChosenKeys, IndexPages, IndexPiece
 from flexengine.worker.cache.tables import Tables
 
 MOST_BYTES = 64 << 20  # of gathered K and V, unless those of a single token take more
@@ -40,7 +40,7 @@ def attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     pool: Tensor,
     tables: Tables,
-    choice: Choice,
+    choice: ChosenKeys,
 ) -> Tensor:
     """Append new K and V to pages, and return attention [1, tokens, heads, head_dim].
 
@@ -78,7 +78,7 @@ def attend(
     return out[None]
 
 
-def _places(pool: Tensor, tables: Tables, choice: Choice) -> Tensor:
+def _places(pool: Tensor, tables: Tables, choice: ChosenKeys) -> Tensor:
     """Return where the keys that tokens chose are in the pool, as page * page_tokens + offset: int64 [n, top]."""
     size, first, parts, at = pool.shape[3], 0, list[Tensor](), 0
     written, offset = tables.pages.long() * size + tables.offsets, torch.arange(size, device=pool.device)
