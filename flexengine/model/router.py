@@ -68,7 +68,7 @@ class Mixture(NamedTuple):
         if None in natives or not first.adds or not isinstance(kernel, NativeKernels):
             return None
         recorded = first.whole_call(x, given, layers[0][1])
-        sums = [first._empty(*recorded.results[0]) for _ in range(2)]  # layers write to them in turns
+        sums: list[Tensor] = [first._empty(*recorded.results[0]) for _ in range(2)]  # layers write to them in turns
         normed, logits, *rest = (first._empty(*result) for result in recorded.results[1:])
         rows = first.addresses_of(x, given, layers, [[total, normed, logits, *rest] for total in sums])
         y = torch.empty_like(normed)
