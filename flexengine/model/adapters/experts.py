@@ -40,7 +40,7 @@ class GatesFirst:
     """Experts that get gates and ups one after the other, though their class lets them alternate."""
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        alternating = gate_up.view(*gate_up.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+        alternating = gate_up.reshape(*gate_up.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
         return super()._apply_gate(alternating)  # type: ignore[misc, no-any-return]
 
 
