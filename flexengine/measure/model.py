@@ -109,11 +109,11 @@ def working_memory(facts: ModelFacts, machine: Machine, numbers: Sequence[int]) 
 
 def _working(facts: ModelFacts, numbers: Sequence[int]) -> int:
     """Return the bytes of a layer's activations with the most tokens, and of what the passes of all hold in turns:
-    embeddings, hidden states, and random outputs of attention."""
-    rows = 2 * facts.hidden + facts.heads * facts.head_dim
+    embeddings, hidden states, random outputs of attention, and what a token adds beside."""
+    rows = facts.hidden + facts.hidden_width + facts.heads * facts.head_dim
     most = max(numbers, default=0)
     moment = workspace(facts, Policy(max(1, most), 1, prefill_tokens=max(1, most)), Workload({(max(1, most), 1): 1}))
-    return aligned(moment + sum(numbers) * rows * facts.itemsize) if most else 0
+    return aligned(moment + sum(numbers) * (rows * facts.itemsize + facts.held)) if most else 0
 
 
 def time_layers(

@@ -289,6 +289,8 @@ def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
                     f" {tuple(event.v.shape)} values is not supported"
                 )
             shapes.add((heads, kv_heads, max(head_dim, width)))
+            if getattr(event.choice, "keys", event) is None:
+                skeleton.inherits.add(event.layer)
     order = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
     if mixed:
         order = resolve_name(f"{_MIXERS}:order_of")(order, mixed, attends, skeleton.config.get_text_config())

@@ -74,7 +74,7 @@ class Attend(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     mask: Tensor | None = None  # only in a trial pass (build.py)
-    choice: Any = None  # an `adapters.sparse.ChosenKeys`, if tokens see chosen keys only, or `adapters.inkling.ByDistance`
+    choice: Any = None  # `adapters.sparse.ChosenKeys` if tokens see chosen keys only, or `adapters.inkling.ByDistance`
 
 
 class Query(NamedTuple):

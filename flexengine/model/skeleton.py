@@ -88,6 +88,7 @@ class Skeleton:
     added: int = 0  # numbers that attention adds to a token's scores, by distance and head (adapters/inkling.py)
     choosing: int = 0  # keys that a token sees in layers with an indexer (adapters/sparse.py); 0 without such layers
     always_chooses: bool = False  # whether tokens of short rows see chosen keys, too
+    inherits: set[int] = field(default_factory=set)  # layers that see keys which a layer before chose, of all layers
     # By layer that native kernels do not compute, the reason (native/recognise.py).
     as_modules: dict[int, str] = field(default_factory=dict)
     forms: dict[str, WeightFormat] = field(default_factory=dict)  # format of each encoded parameter, by name

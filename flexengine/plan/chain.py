@@ -6,6 +6,7 @@ that a stage streams are read once for each sweep of a cohort. The search takes 
 stage places its weights for a block, and layers move from slow stages to fast ones.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -163,9 +164,19 @@ class ChainSearch:
         self._placed: dict[tuple[object, ...], Prediction | None] = {}
 
     def even(self) -> list[Range]:
-        """Return the layers of each stage, divided evenly."""
-        count, stages = len(self.model.layers), len(self.machines)
-        return [stage_layers(count, rank, stages, None) for rank in range(stages)]
+        """Return the layers of each stage, divided evenly, but that a stage begins at the last layer before that can
+        begin one. Raise InvalidInput if there are fewer such layers than stages."""
+        count, stages, firsts = len(self.model.layers), len(self.machines), list[int]()
+        can = [j for j in range(count) if j not in self.model.inherits]
+        if len(can) < stages <= count:
+            fault = (
+                f"there are {stages} stages, but {len(can)} layers with an indexer, with one of which each must begin"
+            )
+            raise InvalidInput(f"{fault}; give at most {len(can)} stages")
+        for rank in range(stages):
+            number = bisect_right(can, stage_layers(count, rank, stages, None)[0]) - 1
+            firsts.append(min(max(number, rank and firsts[-1] + 1), len(can) - stages + rank))
+        return list(pairwise([*(can[number] for number in firsts), count]))
 
     def plan(self) -> ChainPlan:
         """Return the plan with which the job ends first.
@@ -222,8 +233,11 @@ class ChainSearch:
         return sorted(self.seconds(policy, ranged(counts)), reverse=True)
 
     def seconds(self, policy: Policy, ranges: Sequence[Range]) -> list[float]:
-        """Return the seconds of work of each stage; infinite where the block does not fit."""
-        placed = [self.placed(policy, rank, layers) for rank, layers in enumerate(ranges)]
+        """Return the seconds of work of each stage; infinite where the block does not fit or it cannot begin."""
+        placed = [
+            None if layers[0] in self.model.inherits else self.placed(policy, rank, layers)
+            for rank, layers in enumerate(ranges)
+        ]
         return [inf if prediction is None else prediction.total_seconds for prediction in placed]
 
     def placed(self, policy: Policy, rank: int, layers: Range) -> Prediction | None:

@@ -129,7 +129,8 @@ class Cost:
         self.cohorts = cohorts
         self.rates = Rates.of(model, hardware)
         self.crosstalk = self.rates.crosstalk
-        self.windows = frozenset(w for w in self.rates.windows if w is not None)
+        read = map(model.most_read, self.rates.windows)
+        self.windows = frozenset(w for w in (*self.rates.windows, *read) if w is not None)
         self.pages = layer_pages(model, workload.longest)
         self.tokens = sum(n * times for (_, n), times in workload.sizes.items())
         spared = workload.spared

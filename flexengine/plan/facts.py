@@ -131,6 +131,8 @@ class ModelFacts:
     # elements of each; () if there are none
     choosing: tuple[int, ...] = ()
     always_chooses: bool = False  # whether tokens of short rows see chosen keys, too
+    # numbers of layers whose tokens see the keys that a layer before chose; of the whole model, also in a range
+    inherits: frozenset[int] = frozenset()
     added: int = 0  # numbers that attention adds to a token's scores (adapters/inkling.py); 0 for none
     softcap: float | None = None  # limit of attention scores, None for no limit
     kv_kept: int = 0  # bytes that one token adds to one layer's KV cache if K and V are encoded; else 0
@@ -159,6 +161,10 @@ class ModelFacts:
     def alone(self) -> bool:
         """Return whether the device alone computes attention and what belongs to it: states, or an indexer."""
         return bool(self.states or self.choosing or self.added)
+
+    def most_read(self, window: int | None) -> int | None:
+        """Return the most keys that attention of a token reads in layers with a window; None for all."""
+        return self.choosing[0] if window is None and self.choosing else window
 
     def chooses(self, longest: int) -> bool:
         """Return whether tokens of sequences of up to `longest` tokens see chosen keys only."""

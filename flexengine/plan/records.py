@@ -14,7 +14,7 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 SCORES = 64 << 20  # bytes of an indexer's scores, and of gathered K and V, as in model/adapters/sparse.py
-_SCORED, _GATHERED = 3, 3  # tensors of scores by head at once; times that chosen K and V are read or written
+_SCORED, _GATHERED = 3, 2  # tensors of scores by head at once; times that chosen K and V are read or written
 # Bytes of scores, and of the numbers that are added to them by distance, at once, unless those of a single query take
 # more; and tensors of both (worker/cache/distances.py).
 ADDED, ADDED_COPIES = 64 << 20, 5
@@ -61,7 +61,7 @@ def choosing_bytes(model: ModelFacts, tokens: int, longest: int) -> int:
         return kept
     row = 2 * model.kv_heads * model.head_dim * model.itemsize
     scores = max(SCORES, _SCORED * 4 * heads * longest)
-    gathered = max(SCORES, top * row) + top * 2 * model.kv_heads * 8
+    gathered = max(SCORES // row, top) * (row + 8 * (2 * model.kv_heads + 4))  # with numbers of rows and of places
     return kept + 3 * longest * size * model.itemsize + 2 * 4 * top * tokens + 8 * longest + max(scores, gathered)
 
 
@@ -76,15 +76,16 @@ def added_bytes(model: ModelFacts, tokens: int, longest: int) -> int:
 def terms(data: Sweeping, longest: int) -> Iterator[Term]:
     """Yield the seconds of the device for decode steps of modules with states, beside their products, which are
     measured as those of a prompt; and for scores of indexers, which are read and written three times by head, and the
-    K and V that they choose. longest: tokens of the longest sequence."""
+    K and V that they choose, which are gathered; tokens of prompts read them once more than `terms.parts` knows, as
+    decode steps. longest: tokens of the longest sequence."""
     model, sweeps = data.model, data.sweeps
     layers = sum(nbytes > 0 for nbytes in model.states)
     yield Term("device", "", "", sweeps.decoding * layers * state_seconds(model, data.hardware))
     if model.choosing:
         top, heads, _ = model.choosing
         scored = 2 * _SCORED * 4 * heads * (sweeps.cached.get(None, 0.0) + sweeps.pairs.get(None, 0.0))
-        read = _GATHERED * top * 2 * model.kv_heads * model.head_dim * model.itemsize
-        moved = scored + read * (sweeps.decoding + sweeps.prompt)
+        read = top * 2 * model.kv_heads * model.head_dim * model.itemsize
+        moved = scored + read * (_GATHERED * sweeps.decoding + (_GATHERED + 1) * sweeps.prompt)
         layers = model.attended.count(None) if model.chooses(longest) else 0
         yield Term("device", "", "", layers * moved / data.hardware.elementwise)
 

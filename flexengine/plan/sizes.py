@@ -141,15 +141,15 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
     Cells are computed layer by layer, so the passes of all gpu_batches are open at once. A pass has PASS bytes and, per
     token: the output of the embedding, hidden states if they stay on the device, cosines and sines of rotary positions
-    in fp32, id and position, and the numbers of chosen keys. Where hidden states leave the device, the first layer's
-    end frees the output of the embedding, unless layers read it, too.
+    in fp32, id and position, and the numbers of chosen keys, if later layers see these, too. Where hidden states leave
+    the device, the first layer's end frees the output of the embedding, unless layers read it, too.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
         return 0  # a single gpu_batch: in the workspace
     tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
     logits = model.logits * min(policy.block_size, workload.count or 1)
-    chosen = 4 * model.choosing[0] if model.chooses(workload.longest) else 0
+    chosen = 4 * model.choosing[0] + 8 if model.inherits and model.chooses(workload.longest) else 0
     passes = open_passes(policy, workload) * PASS if not model.gpu else 0
     batches = num_buffers(policy.slots) if model.experts else 1
     embedded = tokens if model.embedding_stays else min(tokens, resident + batches * batch_tokens(policy, workload))

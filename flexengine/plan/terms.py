@@ -139,8 +139,9 @@ def parts(
     head = head + sweeps.logits * float(rates.head(SCORED_ROWS)) / SCORED_ROWS
     fresh = np.zeros(sweeps.times.shape)
     for window, count in rates.windows.items():
-        late, attention = sweeps.late[window], rates.attention[window]
-        seconds = attention.prompt(sweeps.pairs[window] - late, min(prompts.prompt, policy.prefill_tokens))
+        read, attention = rates.model.most_read(window), rates.attention[window]
+        late = sweeps.late[read]
+        seconds = attention.prompt(sweeps.pairs[read] - late, min(prompts.prompt, policy.prefill_tokens))
         fresh = fresh + count * (seconds + attention.prompt(late, prompts.past, "continued"))
     return {
         "bookkeeping": hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live,
@@ -154,8 +155,9 @@ def decode_attention(rates: Rates, sweeps: Profile, place: str = "device") -> Ar
     length = sweeps.cached[None] / np.maximum(sweeps.decoding, 1e-9)
     total = np.zeros(sweeps.times.shape)
     for window, layers in rates.windows.items():
-        seen = length if window is None else np.minimum(length, window)
-        total = total + layers * rates.attention[window].decode(sweeps.cached[window], seen, place)
+        read = rates.model.most_read(window)
+        seen = length if read is None else np.minimum(length, read)
+        total = total + layers * rates.attention[window].decode(sweeps.cached[read], seen, place)
     return total
 
 

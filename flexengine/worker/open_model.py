@@ -203,6 +203,7 @@ class OpenModel:
             hidden=text.hidden_size,
             streams=skeleton.hidden_width // text.hidden_size,
             held=skeleton.held,
+            inherits=frozenset(skeleton.inherits),
             tables=tuple(
                 TableFacts(self.locations[name].nbytes, table.shape[0], table.module.lookups, table.layer)
                 for name, table in skeleton.tables.items()

@@ -307,9 +307,13 @@ class Worker:
         return self._attended(layer, pause) if isinstance(pause, Attend) else pause
 
     def _prompts(self, batch: Batch) -> list[int]:
-        """Return the tokens of the prompt, or shared prefix, of each piece of a gpu_batch, in packed order."""
-        ids = (p.sequence for p in packed(batch))
-        return [len(self._stems[i] if i in self._stems else self._members[i].prompt) for i in ids]
+        """Return the tokens of the prompt, or shared prefix, of each piece of a gpu_batch, in packed order. Of scored
+        tokens, the prompt has those that would not be generated."""
+        ids, members = (p.sequence for p in packed(batch)), self._members
+        return [
+            len(self._stems[i]) if i in self._stems else len(members[i].prompt) - max(0, len(members[i].targets) - 1)
+            for i in ids
+        ]
 
     def _embed(self, task: Task, state: BatchState) -> None:
         """Compute up to the first layer, unless the pass is there."""

@@ -77,12 +77,12 @@ def test_tokens_under_a_policy_of_the_planner(models: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_choice_decides(models: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all keys are seen, tokens differ: of rows that are longer than the number of chosen keys only."""
-    known, kept = models(kind), sparse._kept
+    known, kept = models(kind), sparse.Chooses._kept
 
-    def all_seen(choice: sparse.ChosenKeys) -> sparse.ChosenKeys:
-        return kept(choice._replace(tokens=choice.tokens[:0], positions=choice.positions[:0]))
+    def all_seen(self: sparse.Chooses, choice: sparse.ChosenKeys) -> sparse.ChosenKeys:
+        return kept(self, choice._replace(tokens=choice.tokens[:0], positions=choice.positions[:0]))
 
-    monkeypatch.setattr(sparse, "_kept", all_seen)
+    monkeypatch.setattr(sparse.Chooses, "_kept", all_seen)
     same = [a == b for a, b in zip(run(known, Policy(8, 1)), known.expected, strict=True)]
     short = [n + NEW - 1 <= TOP for n in LENGTHS]
     assert [equal for equal, few in zip(same, short, strict=True) if few] == [True] * sum(short)
@@ -117,6 +117,21 @@ def test_a_row_does_not_depend_on_its_batch(models: Any, kind: str) -> None:
             found.append([[e["logprob"] for e in r.logprobs or ()] for r in engine.generate(known.rows, sampling)])
     assert len(found[0][0]) == NEW
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_scores_are_those_of_generated_tokens(models: Any, kind: str, tokens: int) -> None:
+    """Also where indexers find equal scores, and choose by the number of keys."""
+    known, sampling = models(kind), SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=1)
+    with Engine(known.directory, policy=Policy(3, 3, prefill_tokens=tokens), device="sim") as engine:
+        made = engine.generate(known.rows, sampling)
+        scores = engine.score(known.prompts, [result.token_ids for result in made])
+    assert all(result.is_greedy for result in scores)
+    for one, two in zip(scores, made, strict=True):
+        found, expected = ([entry["logprob"] for entry in result.logprobs or ()] for result in (one, two))
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow

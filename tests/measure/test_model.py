@@ -17,7 +17,10 @@ from flexengine.kernels.cpu import NativeKernels
 from flexengine.measure import attention, fused, machine, model
 from flexengine.model.skeleton import Skeleton
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.sizes import ALIGN, workspace
+from flexengine.plan.workload import Workload
 from tests.helpers.measuring import books, hardware
+from tests.helpers.plans import opt
 
 # One model.
 
@@ -289,3 +292,11 @@ def test_attention_in_little_memory(families: Any, tmp_path: Path, device_mem: i
         assert set(found[engine.facts.attention_signature(None)]) == tables
         for table in found[engine.facts.attention_signature(None)].values():
             assert all(value > 0 for _, value in table)
+
+
+def test_memory_for_wide_hidden_states() -> None:
+    """An embedding, four residual streams, an output of attention, and what a token keeps beside."""
+    facts = replace(opt(2, 256, 4, 1024), streams=4, held=512)
+    moment = workspace(facts, Policy(64, 1, prefill_tokens=64), Workload({(64, 1): 1}))
+    rows = (1 + 64) * ((256 + 4 * 256 + 256) * facts.itemsize + 512)
+    assert 0 <= model._working(facts, [1, 64]) - moment - rows < ALIGN

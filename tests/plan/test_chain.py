@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from itertools import combinations, pairwise
+from math import inf
 
 import pytest
 
 from bench.cluster.events import Pipeline
 from bench.pipeline.offload import T4, block_rates
 from flexengine import shipped
-from flexengine.errors import TooLittle
+from flexengine.errors import InvalidInput, TooLittle
 from flexengine.plan.candidates import Options
 from flexengine.plan.chain import ChainSearch, chain_strategy, plan_chain
 from flexengine.plan.cluster.devices import Link
@@ -63,6 +64,26 @@ def test_stages_with_other_layers_search_blocks_of_their_own() -> None:
     own = [search.block(rank, ranges) for rank in range(4)]
     assert own[1] not in (own[0], *own[2:])
     assert set(search.blocks(ranges)) == set(own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_no_stage_begins_where_it_cannot(name: str) -> None:
+    """At a layer that sees keys which a layer before chose."""
+    machines, inherits = CHAINS[name], {1, 2, 4, 5, 6, 7, 10}
+    search = ChainSearch(replace(MODEL, choosing=(16, 2, 32), inherits=frozenset(inherits)), machines, WORK)
+    for ranges in (search.even(), [stage.layers for stage in search.plan().stages]):
+        assert len(ranges) == len(machines)
+        assert (ranges[0][0], ranges[-1][1]) == (0, 12)
+        assert all(first < end for first, end in ranges)
+        assert not inherits & {first for first, _ in ranges}
+    assert max(search.seconds(Policy(4, 4), [(0, 5), (5, 12)])) == inf
+
+
+def test_too_few_layers_can_begin_a_stage() -> None:
+    search = ChainSearch(replace(MODEL, inherits=frozenset(range(1, 11))), [SMALL] * 3, WORK)
+    with pytest.raises(InvalidInput, match=r"there are 3 stages, but 2 layers with an indexer.*give at most 2 stages"):
+        search.plan()
 
 
 @pytest.mark.slow

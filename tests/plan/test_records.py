@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flexengine.errors import InvalidInput
+from flexengine.plan import sizes
 from flexengine.plan.facts import NO_ATTENTION, ModelFacts
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
@@ -101,3 +102,27 @@ def test_chosen_values_are_those_of_layers_with_attention() -> None:
         saved.append([whole[lane] - chosen[lane] for lane in ("h2d", "device")])
     assert saved[1][0] > 0 > saved[1][1]
     assert [4 * part for part in saved[0]] == pytest.approx(saved[1])
+
+
+@pytest.mark.parametrize("top", [64, 400])
+def test_attention_reads_the_keys_that_are_chosen(top: int) -> None:
+    """Seconds rise with their number, not with the length of rows: chosen K and V are read and written to gather them,
+    and read by attention."""
+    s, n, b, layers = 512, 20, 32, 4
+    model, policy = opt(layers, 1024, 16, 4096), Policy(16, 2)
+    few, more = (
+        predicted(replace(model, choosing=(number, 4, 32)), Workload({(s, n): b}), policy, FLAT).busy["device"]
+        for number in (top, top + 50)
+    )
+    kv, steps = model.kv_token, b * (n - 1)
+    pairs = b * sum(min(q + 1, top + 50) - min(q + 1, top) for q in range(s))
+    attended = steps * 50 * kv / FLAT.decode_attention[0][1] + pairs * 4 * 1024 / FLAT.prompt_attention[0][1]
+    gathered = 50 * kv * (2 * steps + 3 * b * s) / FLAT.elementwise
+    assert more - few == pytest.approx(layers * (attended + gathered), rel=1e-6)
+
+
+def test_paused_passes_hold_a_choice_only_if_later_layers_see_it() -> None:
+    """The numbers of 64 keys for each token, and its own."""
+    model, work, policy = replace(opt(4, 1024, 16, 4096), choosing=(64, 4, 32)), Workload({(100, 20): 12}), Policy(4, 3)
+    alone, kept = (sizes.paused(each, policy, work) for each in (model, replace(model, inherits=frozenset({2, 3}))))
+    assert 0 <= kept - alone - sizes.sweep_tokens(policy, work) * (4 * 64 + 8) < sizes.ALIGN

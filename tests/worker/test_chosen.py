@@ -13,6 +13,7 @@ from flexengine.kernels.reference import ReferenceKernels
 from flexengine.model.adapters.sparse import ChosenKeys
 from flexengine.worker.cache import chosen
 from flexengine.worker.cache.tables import Tables
+from tests.worker.test_gpu_buffers import held
 
 HEADS, KV_HEADS, PAGE, DIM, TOP = 4, 2, 5, 16, 7
 # (tokens before, new tokens): decode steps below and beyond TOP, prompts of equal length, and two later pieces.
@@ -64,6 +65,20 @@ def test_attention_over_chosen_keys(
             expected[i] = _plain(q[i], kv[:, seen], options)
         first += count
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_places_of_chosen_keys_take_4_bytes_each() -> None:
+    """Beside the result, what is held does not grow with the number of chosen keys."""
+    count, top = 2000, 200
+    pool, numbers = torch.empty(500, 2, 1, PAGE, 8), torch.arange(count).int()
+    table, one = torch.empty(0, 0).int(), torch.empty(0).int()
+    prompts = [PromptPieces(0, 1, count, 0, None)]
+    tables = Tables(table, one, numbers // PAGE + 3, numbers % PAGE, None, prompts, [], [], [])
+    tokens = torch.arange(top, count)
+    picked = torch.stack([torch.randperm(int(p) + 1)[:top].sort().values for p in tokens]).int()
+    choice = ChosenKeys(tokens, picked, None)
+    assert torch.equal(chosen._places(pool, tables, choice), picked + 3 * PAGE)
+    assert held(lambda: chosen._places(pool, tables, choice), picked, tokens) < 64 * count
 
 
 def _plain(q: Tensor, kv: Tensor, options: AttentionOptions) -> Tensor:

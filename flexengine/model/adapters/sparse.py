@@ -3,11 +3,13 @@
 The indexer of a layer scores the keys of all earlier tokens by keys of its own, one of `index_head_dim` elements for
 each token, and chooses the `index_topk` best ones. A token with fewer earlier ones sees all of them: for it nothing is
 scored. The indexer's keys are kept in columns of the layer's values (`ChosenKeys.attended`), so they are moved, shared,
-copied and counted with its KV pages. In latent attention K is wider than V, which leaves columns of V unused.
+copied and counted with its KV pages. Where K is wider than V (DeepSeek V3.2, A.X K2, Dots 3), these columns are unused
+anyway; where it is not (GLM-5, HY V4), pages are about 6 % larger.
 
 The indexer's own forward runs unmodified, for each sequence alone, with as many keys as if the prompt were uncut, those
 of later tokens masked: torch's choice among equal scores depends on their number, and where all heads of an indexer
-find no likeness, scores are 0. Of a prefix that prompts share, the number is that of its tokens.
+find no likeness, scores are 0. Of a prefix that prompts share, the number is that of its tokens; of a token after the
+prompt, also one that is scored, that of the tokens up to it.
 
 Layers may take the choice of a layer before (GLM-5): it is kept in the pass.
 """
@@ -57,7 +59,7 @@ class IndexPiece(NamedTuple):
 
     tokens: int  # number of the piece's tokens
     past: int  # tokens before them
-    whole: int  # tokens of the prompt that they belong to, or these and those before, whichever are more
+    prompt: int  # tokens of the prompt that the sequence has, or would have if its scored tokens were generated
     table: Tensor | None  # int32 [pages]: page table; None if `past` is 0
 
 
@@ -89,6 +91,7 @@ class _Keys:
 class Chooses:
     """Mixin of an indexer: returns a ChosenKeys."""
 
+    inherited = False  # whether a layer after it takes its choice
     heads: int  # KV heads of its layer
     first: int  # columns of values before the indexer's keys
     index_topk: int
@@ -113,24 +116,33 @@ class Chooses:
             if hidden_states.is_meta:
                 run(everything, attention_mask, keys)
             empty = torch.empty(0, dtype=torch.int64, device=device)
-            return _kept(ChosenKeys(empty, empty.int().view(0, top), keys[0]))
+            return self._kept(ChosenKeys(empty, empty.int().view(0, top), keys[0]))
+        if self.inherited:
+            this_pass().choice = None
         chosen, numbers, first = list[Tensor](), list[int](), 0
-        for count, past, total, table in where.pieces:
+        for count, past, prompt, table in where.pieces:
             new = max(0, top - past)
             if new < count:
-                whole = self._whole(where.pool, past, total, table, keys[:, first : first + count])
-                at = torch.arange(total, device=device)
-                most = max(1, MOST_BYTES // (_COPIES * 4 * self.n_heads * total))
+                end = max(prompt, past + count)
+                whole = self._whole(where.pool, past, end, table, keys[:, first : first + count])
+                at = torch.arange(end, device=device)
             while new < count:
-                end = min(count, new + most)
-                seen = at <= at[past + new : past + end, None]
+                total = max(prompt, past + new + 1)
+                most = max(1, MOST_BYTES // (_COPIES * 4 * self.n_heads * total))
+                end = min(count, new + most, max(new + 1, prompt - past))
+                seen = at[:total] <= at[past + new : past + end, None]
                 tokens = slice(first + new, first + end)
-                chosen.append(run(tokens, seen[None], whole)[0].sort(-1).values)
+                chosen.append(run(tokens, seen[None], whole[:, :total])[0].sort(-1).values)
                 numbers += range(tokens.start, tokens.stop)
                 new = end
             first += count
         positions = torch.cat(chosen) if chosen else torch.empty(0, top, dtype=torch.int32, device=device)
-        return _kept(ChosenKeys(torch.tensor(numbers, dtype=torch.int64, device=device), positions, keys[0]))
+        return self._kept(ChosenKeys(torch.tensor(numbers, dtype=torch.int64, device=device), positions, keys[0]))
+
+    def _kept(self, choice: ChosenKeys) -> ChosenKeys:
+        if self.inherited:
+            this_pass().choice = choice._replace(keys=None)
+        return choice
 
     def _whole(self, pool: Tensor, past: int, total: int, table: Tensor | None, keys: Tensor) -> Tensor:
         """Return the keys of a sequence's tokens, [1, total, index_head_dim]: those in pages, new ones, and zeros."""
@@ -150,8 +162,10 @@ class Inherits(nn.Module):
     def forward(self, *_: Any, **__: Any) -> ChosenKeys:
         choice: ChosenKeys | None = this_pass().choice
         if choice is None:
-            raise UnsupportedModel("a layer sees the keys that a layer before it chose, which was not computed here")
-        return choice._replace(keys=None)
+            fault = "a layer sees the keys that a layer before it chose, which was not computed here"
+            must = 'begin each stage with a layer that has an indexer ("full" in indexer_types of config.json)'
+            raise UnsupportedModel(f"{fault}; {must}")
+        return choice
 
 
 class SeesChosen:
@@ -164,11 +178,6 @@ class SeesChosen:
 
 class Plain(nn.Linear):
     """A projection whose weight has the dtype that its module says: the module converts to it."""
-
-
-def _kept(choice: ChosenKeys) -> ChosenKeys:
-    this_pass().choice = choice
-    return choice
 
 
 def adapt(config: Any, model: nn.Module) -> None:
@@ -185,3 +194,7 @@ def adapt(config: Any, model: nn.Module) -> None:
             indexer.weights_proj.__class__ = Plain  # type: ignore[assignment, union-attr]
             become(indexer, Chooses)
         become(module, SeesChosen)
+    every = [*model.modules()]
+    for module in every if any(isinstance(module, Inherits) for module in every) else ():
+        if isinstance(module, Chooses):
+            module.inherited = True

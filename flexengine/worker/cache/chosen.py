@@ -21,17 +21,18 @@ def index_pages(pool: Tensor, tables: Tables, prompts: Sequence[int]) -> IndexPa
 
     Args:
         pool: pages of a layer, not encoded.
-        prompts: tokens of the prompt of each piece.
+        prompts: `IndexPiece.prompt` of each piece.
     """
     each = zip(pieces_of(tables), prompts, strict=True)
-    return IndexPages(pool, tuple(piece._replace(whole=max(piece.whole, prompt)) for piece, prompt in each))
+    return IndexPages(pool, tuple(piece._replace(prompt=prompt) for piece, prompt in each))
 
 
 def pieces_of(tables: Tables) -> Iterator[IndexPiece]:
+    """Yield the pieces of a gpu_batch in packed order, without `prompt`."""
     for length, table in zip(tables.lengths.tolist(), tables.tables, strict=True):
-        yield IndexPiece(1, length - 1, length, table if length > 1 else None)
+        yield IndexPiece(1, length - 1, 0, table if length > 1 else None)
     for p in tables.prompts:
-        yield from [IndexPiece(p.length, p.past, p.past + p.length, p.table)] * p.rows
+        yield from [IndexPiece(p.length, p.past, 0, p.table)] * p.rows
 
 
 def attend(
@@ -68,7 +69,7 @@ def attend(
     places, counts = _places(pool, tables, choice), choice.counts
     most = max(1, MOST_BYTES // (2 * top * pool[0, 0, :, 0].nbytes))
     for tokens, chosen in zip(torch.split(choice.tokens, most), torch.split(places, most), strict=True):
-        own = _gathered(pool, chosen)
+        own = _gathered(pool, chosen.long())
         numbers = torch.arange(len(own), dtype=torch.int32, device=pool.device).view(len(tokens), -1)
         if choice.counts is None:
             lengths = torch.full((len(tokens),), top, dtype=torch.int32, device=pool.device)
@@ -79,11 +80,10 @@ def attend(
 
 
 def _places(pool: Tensor, tables: Tables, choice: ChosenKeys) -> Tensor:
-    """Return where the keys that tokens chose are in the pool, as page * page_tokens + offset: int64 [n, top]."""
-    size, first, parts, at = pool.shape[3], 0, list[Tensor](), 0
-    written, offset = tables.pages.long() * size + tables.offsets, torch.arange(size, device=pool.device)
-    ends = [0]
-    pieces = [*pieces_of(tables)]
+    """Return where the keys that tokens chose are in the pool, as page * page_tokens + offset: int32 [n, top]."""
+    size, first, at, pieces = pool.shape[3], 0, 0, [*pieces_of(tables)]
+    written, offset = (tables.pages * size + tables.offsets).int(), torch.arange(size, device=pool.device).int()
+    places, ends = torch.empty_like(choice.positions), [0]
     for piece in pieces:
         ends.append(ends[-1] + piece.tokens)
     counts = torch.searchsorted(choice.tokens.cpu(), torch.tensor(ends)).diff().tolist()
@@ -91,11 +91,12 @@ def _places(pool: Tensor, tables: Tables, choice: ChosenKeys) -> Tensor:
         if count:
             before = written[:0]
             if piece.table is not None:
-                before = (piece.table.long()[:, None] * size + offset).flatten()[: piece.past]
+                before = (piece.table[:, None] * size + offset).flatten()[: piece.past]
             own = torch.cat([before, written[first : first + piece.tokens]])
-            parts.append(own[choice.positions[at : at + count].long()])
+            some = slice(at, at + count)
+            torch.index_select(own, 0, choice.positions[some].flatten(), out=places[some].view(-1))
         at, first = at + count, first + piece.tokens
-    return torch.cat(parts)
+    return places
 
 
 def _gathered(pool: Tensor, places: Tensor) -> Tensor:
