@@ -275,8 +275,9 @@ def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
             if elements := getattr(event.choice, "elements", 0):
                 skeleton.added = max(skeleton.added, elements)
             elif event.choice is not None:
-                skeleton.choosing = event.choice.positions.shape[1]
+                skeleton.choosing = max(skeleton.choosing, event.choice.positions.shape[1])
                 skeleton.always_chooses |= hasattr(event.choice, "place")  # adapters/deepseek_v4.py
+                skeleton.entry_tokens = getattr(event.choice, "entry_tokens", 0) or skeleton.entry_tokens
             if chunk := getattr(event.mask, "chunk_tokens", None):
                 skeleton.chunk = min(chunk, skeleton.chunk or chunk)
             (heads, tokens, head_dim), (kv_heads, count, width) = event.q.shape[1:], event.v.shape[1:]

@@ -248,9 +248,8 @@ def origins(
     """
     located: dict[str, Origin] = {}
     used: set[str] = set()
-    groups, converters = _groups(tensors, loading)
-    for key, names in groups.items():
-        for name, origin in _convert(key, names, converters.get(key), tensors, loading).items():
+    for key, names in _groups(tensors, loading).items():
+        for name, origin in _convert(key, names, tensors, loading).items():
             located[name] = origin
             if name in wanted or name in loading.shapes:
                 used.update(names)
@@ -309,34 +308,32 @@ def differ(tensors: Mapping[str, Origin], skeleton: Any) -> bool:
         return any(first.read(size) != second.read(size) for size in sizes)
 
 
-def _groups(tensors: Mapping[str, Origin], loading: Loading) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the stored tensors of each parameter; of several that are made together, by the first. Return also the
-    converters, by parameter, with row numbers (for a vector, numbers of elements) in place of the tensors."""
+def _groups(tensors: Mapping[str, Origin], loading: Loading) -> dict[str, dict[str, str | None]]:
+    """Return the stored tensors of each parameter (of several that are made together, the first) and patterns."""
     from transformers.core_model_loading import dot_natural_key
 
-    by_pattern = {pattern: c for c in loading.converters for pattern in c.source_patterns}
-    groups, converters = dict[str, list[str]](), dict[str, Any]()
+    groups = dict[str, dict[str, str | None]]()
     for name in sorted(tensors, key=dot_natural_key):  # transformers stacks experts in this order
         key, pattern = loading.target(name)
-        if key not in loading.shapes:
-            continue
-        names = groups.setdefault(key, [])
-        if pattern is not None:
-            if key not in converters:
-                converters[key] = deepcopy(by_pattern[pattern])
-            stored = tensors[name].shape
-            shape = stored if len(stored) < 2 else (*stored[:-1], 1)
-            numbers = (torch.arange(math.prod(shape)) + len(names) * _ROWS).view(shape)
-            converters[key].collected_tensors[pattern].append(numbers)
-        names.append(name)
-    return groups, converters
+        if key in loading.shapes:
+            groups.setdefault(key, {})[name] = pattern
+    return groups
+
+
+def _joins(converter: Any, sources: list[Origin]) -> bool:
+    """Return whether a converter puts plain tensors of one pattern one behind the other, as those of a table."""
+    from transformers.core_model_loading import Concatenate
+
+    (operation, *others), patterns = converter.operations, converter.source_patterns
+    one = type(operation) is Concatenate and operation.dim == 0 and not others and len(patterns) == 1
+    return one and not any(s.form or not s.shape or s.shape[1:] != sources[0].shape[1:] for s in sources)
 
 
 def _convert(
-    key: str, names: list[str], converter: Any, tensors: Mapping[str, Origin], loading: Loading
+    key: str, group: Mapping[str, str | None], tensors: Mapping[str, Origin], loading: Loading
 ) -> dict[str, Origin]:
-    sources = [tensors[name] for name in names]
-    if converter is None:  # a rename
+    names, sources = list(group), [tensors[name] for name in group]
+    if (first := next(filter(None, group.values()), None)) is None:  # a rename
         if len(names) > 1:
             raise BadCheckpoint(f"the tensors {', '.join(names)} are all {key}")
         return {key: sources[0]}
@@ -345,6 +342,14 @@ def _convert(
     if len(rows) > 1:
         raise BadCheckpoint(f"the tensors that make up {key} differ in dtype or row length: {names[:4]}")
     ((dtype, row),) = rows
+    converter = deepcopy([c for c in loading.converters if first in c.source_patterns][-1])
+    if _joins(converter, sources):  # without numbers: tables have hundreds of millions of rows
+        shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
+        return {key: Origin(tuple(run for source in sources for run in source.runs), dtype, shape)}
+    for i, (pattern, stored) in enumerate(zip(group.values(), sources, strict=True)):
+        if pattern is not None:  # the converter gets row numbers, of a vector numbers of elements
+            places = stored.shape if len(stored.shape) < 2 else (*stored.shape[:-1], 1)
+            converter.collected_tensors[pattern].append((torch.arange(math.prod(places)) + i * _ROWS).view(places))
     try:
         made = converter.convert(key, model=loading.outline, config=loading.outline.config)
     except Exception as error:

@@ -89,6 +89,7 @@ class Skeleton:
     choosing: int = 0  # keys that a token sees in layers with an indexer (adapters/sparse.py); 0 without such layers
     always_chooses: bool = False  # whether tokens of short rows see chosen keys, too
     inherits: set[int] = field(default_factory=set)  # layers that see keys which a layer before chose, of all layers
+    entry_tokens: int = 0  # tokens for which a later token sees one key more, if layers choose none (deepseek_v4.py)
     # By layer that native kernels do not compute, the reason (native/recognise.py).
     as_modules: dict[int, str] = field(default_factory=dict)
     forms: dict[str, WeightFormat] = field(default_factory=dict)  # format of each encoded parameter, by name

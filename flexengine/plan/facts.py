@@ -133,6 +133,7 @@ class ModelFacts:
     always_chooses: bool = False  # whether tokens of short rows see chosen keys, too
     # numbers of layers whose tokens see the keys that a layer before chose; of the whole model, also in a range
     inherits: frozenset[int] = frozenset()
+    entry_tokens: int = 0  # tokens of a row for which a token sees one key more than those of `choosing`; 0: none
     added: int = 0  # numbers that attention adds to a token's scores (adapters/inkling.py); 0 for none
     softcap: float | None = None  # limit of attention scores, None for no limit
     kv_kept: int = 0  # bytes that one token adds to one layer's KV cache if K and V are encoded; else 0

@@ -14,7 +14,8 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 SCORES = 64 << 20  # bytes of an indexer's scores, and of gathered K and V, as in model/adapters/sparse.py
-_SCORED, _GATHERED = 3, 2  # tensors of scores by head at once; times that chosen K and V are read or written
+_SCORED, _GATHERED = 3, 3  # tensors of scores by head at once; times that chosen K and V are read or written
+_SEEN = 40  # bytes for each key that a token of DeepSeek V4 sees: five int64 tensors, while they are sorted
 # Bytes of scores, and of the numbers that are added to them by distance, at once, unless those of a single query take
 # more; and tensors of both (worker/cache/distances.py).
 ADDED, ADDED_COPIES = 64 << 20, 5
@@ -59,10 +60,13 @@ def choosing_bytes(model: ModelFacts, tokens: int, longest: int) -> int:
     kept = 2 * tokens * size * model.itemsize  # of the tokens; beside their values
     if not model.chooses(longest):
         return kept
+    numbers = 2 * 4
+    if model.always_chooses:
+        numbers, top = _SEEN, top + (longest // model.entry_tokens if model.entry_tokens else 0)
     row = 2 * model.kv_heads * model.head_dim * model.itemsize
     scores = max(SCORES, _SCORED * 4 * heads * longest)
     gathered = max(SCORES // row, top) * (row + 8 * (2 * model.kv_heads + 4))  # with numbers of rows and of places
-    return kept + 3 * longest * size * model.itemsize + 2 * 4 * top * tokens + 8 * longest + max(scores, gathered)
+    return kept + 3 * longest * size * model.itemsize + numbers * top * tokens + 8 * longest + max(scores, gathered)
 
 
 def added_bytes(model: ModelFacts, tokens: int, longest: int) -> int:

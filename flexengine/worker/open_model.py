@@ -192,7 +192,7 @@ class OpenModel:
                 next(n for n in (f"index_{x}", f"indexer_{x}") if hasattr(text, n)) for x in ("n_heads", "head_dim")
             ]
             sizes |= dict(choosing=(skeleton.choosing, *(getattr(text, name) for name in names)))
-            sizes |= dict(always_chooses=skeleton.always_chooses)
+            sizes |= dict(always_chooses=skeleton.always_chooses, entry_tokens=skeleton.entry_tokens)
         scratch = kernels.prompt_scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim)
         return ModelFacts(
             tuple(facts(layer, skeleton.experts) for layer in layers),

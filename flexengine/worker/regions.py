@@ -3,6 +3,7 @@
 A route has one leg, or two legs through host staging (disk - host - GPU). Each leg is a task in its own lane.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -137,9 +138,13 @@ def pick_rows(tier: Tier, pieces: Sequence[Region], numbers: Sequence[int], widt
         width: elements of a row.
     """
     row = width * pieces[0].dtype.itemsize
-    if len(pieces) == 1:
-        stored = torch.empty(len(numbers), width, dtype=pieces[0].dtype)
-        tier.pick(pieces[0], torch.tensor(numbers), row, stored.view(torch.uint8))
+    if all(piece.nbytes % row == 0 for piece in pieces):
+        stored, low, before = torch.empty(len(numbers), width, dtype=pieces[0].dtype), 0, 0
+        for piece in pieces:
+            end = before + piece.nbytes // row
+            if low < (high := bisect_left(numbers, end, low)):
+                tier.pick(piece, torch.tensor(numbers[low:high]) - before, row, stored[low:high].view(torch.uint8))
+            low, before = high, end
         return stored.to(dtype)
     rows, pairs, first = torch.empty(len(numbers), width, dtype=dtype), list[tuple[Region, Tensor]](), 0
     for low, high in consecutive(numbers):  # consecutive rows are one read

@@ -1,5 +1,6 @@
 """Tokens that a decode step stores in RAM: their rows and not a byte more, in every form of the cache."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from flexengine.tier.base import Ledger, Region
 from flexengine.tier.machine import make_machine
 from flexengine.tier.memory import MemoryTier
 from flexengine.worker.cache.tables import PageShape, rows_of, store_rows
+from flexengine.worker.regions import pick_rows
 
 KV_HEADS, PAGE_TOKENS = 3, 16
 TOKENS = [(5, 0, 3), (1, 1, 15), (4, 2, 0)]  # page in the pool, page in the buffer, place in the page
@@ -56,3 +58,31 @@ def test_put_counts_and_refuses_what_cannot_be_addressed(tmp_path: Path) -> None
     with pytest.raises(TypeError, match="cannot be addressed"):
         disk.put(torch.zeros(1, 2), disk.allocate(4096, "rows"), torch.tensor([0]))
     disk.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("lengths", [[40], [7, 0, 1, 20, 12], [7, 20.5, 12.5]])
+def test_rows_of_a_matrix_in_pieces(tmp_path: Path, tier: str, lengths: list[float]) -> None:
+    """Of whole rows, or cut anywhere: rows with some numbers, in the dtype that is asked for."""
+    matrix, width = torch.randn(40, 6), 6
+    with closing(make_machine("sim", None, None, [tmp_path])) as machine:
+        kept = machine.tier(tier)
+        pieces = [kept.allocate(int(n * width * 4), "rows", torch.float32) for n in lengths]
+        for piece, part in zip(pieces, matrix.view(-1).split([int(n * width) for n in lengths]), strict=True):
+            if len(part):
+                kept.store(part.contiguous(), piece)
+        for numbers in ([0], [6, 7, 8], [39], [1, 2, 9, 27, 28, 30], list(range(40)), list(range(7, 8))):
+            before = kept.bytes_read
+            assert torch.equal(pick_rows(kept, pieces, numbers, width, torch.float32), matrix[numbers])
+            assert kept.bytes_read - before == len(numbers) * width * 4
+
+
+def test_each_piece_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a table in many files are found without a walk through all files for each row."""
+    with closing(make_machine("sim", None, None, [tmp_path])) as machine:
+        pieces = [machine.host.allocate(64, "rows", torch.float32) for _ in range(100)]
+        monkeypatch.setattr("flexengine.worker.regions.part_of", lambda *_: pytest.fail("a walk"))
+        calls, pick = list[Region](), machine.host.pick
+        monkeypatch.setattr(machine.host, "pick", lambda region, *rest: (calls.append(region), pick(region, *rest)))
+        pick_rows(machine.host, pieces, list(range(0, 400, 2)), 4, torch.float32)
+    assert list(map(id, calls)) == list(map(id, pieces))

@@ -28,7 +28,12 @@ class Compressed(NamedTuple):
     positions: Tensor
     keys: Tensor  # [tokens, width]: entries, and keys of the indexer, if any; of use for the last tokens of windows
     counts: Tensor  # int32 [tokens]: number of `positions` that are seen
-    place = "flexengine.worker.cache.compressed:attend"  # computes attention
+    entry_tokens: int = 0  # tokens of an entry, in a layer whose tokens see all entries before them
+
+    @property
+    def place(self) -> str:
+        """What computes attention, as module:name."""
+        return "flexengine.worker.cache.compressed:attend"
 
     def attended(self, event: Attend) -> Tensor:
         """Pause for attention, with what is compressed in place of the values. Return its output, [1, tokens, heads,
@@ -109,8 +114,9 @@ class SeesCompressed:
         keys, rate, indexer = torch.cat(parts, -1)[0], self.compressor.compress_rate, len(parts) > 1
         tokens = torch.arange(hidden.shape[1], device=hidden.device)
         if hidden.is_meta:
-            most = self.sliding_window + (self.compressor.indexer.index_topk if indexer else rate)
-            return Compressed(tokens, tokens.int()[:0, None].expand(0, most), keys, tokens.int())
+            most = self.sliding_window + (self.compressor.indexer.index_topk if indexer else 0)
+            none = tokens.int()[:0, None].expand(0, most)
+            return Compressed(tokens, none, keys, tokens.int(), 0 if indexer else rate)
         at = positions[0]
         last = at[:, None] - torch.arange(self.sliding_window, device=at.device)
         if indexer:
@@ -125,29 +131,45 @@ class SeesCompressed:
         return Compressed(tokens, rows.int(), keys, counts.int())
 
     def _chosen(self: Any, hidden: Tensor, residual: Tensor, keys: Tensor, at: Tensor, angles: Any) -> Tensor:
-        """Return the entries that an indexer chooses for each token, int64 [tokens, most]; others are -1."""
+        """Return the entries that an indexer chooses for each token, int64 [tokens, most]: rising, and -1 or later ones
+        behind them. As in sparse.py, those of the whole prompt are scored, since there are equal scores."""
         indexer, rate, parts = self.compressor.indexer, self.compressor.compress_rate, list[Tensor]()
-        where: IndexPages = pause(Mix()).key_pages
+        records = pause(Mix())
+        if records is None:  # a trial, of one prompt
+            most = min(indexer.index_topk, int(at.max() + 1) // rate)
+            return torch.arange(most, device=at.device).expand(len(at), -1)
+        where: IndexPages = records.key_pages
         q = indexer.q_b_proj(residual).view(1, hidden.shape[1], -1, indexer.head_dim).transpose(1, 2)
         q = apply_rotary_pos_emb(q, *angles).transpose(1, 2)
         first, held = 0, _Held(1, self.head_dim)
-        for count, past, _, table in where.pieces:
-            tokens = slice(first, first + count)
-            ends, first = (at[tokens] + 1) // rate, first + count
-            total = int(ends.max())
-            if total <= indexer.index_topk:
-                parts.append(torch.arange(total, device=at.device).expand(count, -1))
-                continue
-            whole = Chooses._whole(held, where.pool, past, past + count, table, keys[:, tokens])  # type: ignore[arg-type]
-            whole = whole[:, rate - 1 :: rate][:, :total]
-            step = max(1, MOST_BYTES // (2 * 4 * q.shape[2] * total))
-            for low in range(tokens.start, tokens.stop, step):
-                some = slice(low, min(low + step, tokens.stop))
-                scores = indexer.scorer(q[:, some], whole, hidden[:, some])[0]
-                later = torch.arange(total, device=at.device) >= ((at[some] + 1) // rate)[:, None]
-                parts.append(scores.masked_fill(later, float("-inf")).topk(indexer.index_topk).indices)
+        for count, past, prompt, table in where.pieces:
+            low, stop, end = first, first + count, max(prompt, past + count)
+            if (past + count) // rate <= indexer.index_topk:
+                low, every = stop, torch.arange((past + count) // rate, device=at.device)
+                parts.append(every.expand(count, -1))
+            else:
+                whole = Chooses._whole(held, where.pool, past, end, table, keys[:, low:stop])  # type: ignore[arg-type]
+                whole = whole[:, rate - 1 :: rate]
+            while low < stop:
+                total = max(prompt, past + low - first + 1) // rate  # of a token after the prompt, those up to it
+                step = max(1, MOST_BYTES // (3 * 4 * q.shape[2] * max(1, total)))
+                high = min(low + step, stop, max(low + 1, first + prompt - past))
+                some, ends = slice(low, high), (at[low:high, None] + 1) // rate
+                scores = indexer.scorer(q[:, some], whole[:, :total], hidden[:, some])[0]
+                scores = scores.masked_fill(torch.arange(total, device=at.device) >= ends, float("-inf"))
+                parts.append(scores.topk(min(total, indexer.index_topk)).indices.sort(-1).values)
+                low = high
+            first = stop
         most = max(part.shape[1] for part in parts)
         return torch.cat([nn.functional.pad(part, (0, most - part.shape[1]), value=-1) for part in parts])
+
+
+class ProjectsGroups:
+    """Mixin of a projection of groups of heads: one product for each, whose bits do not depend on other tokens."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        pairs = zip(x.unbind(-2), self.weight.chunk(self.n_groups), strict=True)
+        return torch.stack([nn.functional.linear(part.contiguous(), weight) for part, weight in pairs], -2)
 
 
 class _Held(NamedTuple):
@@ -162,6 +184,7 @@ def adapt(config: Any, model: Any) -> None:
     for module in list(model.modules()):
         if hasattr(module, "compressor") and hasattr(module, "o_a_proj"):
             become(module, SeesCompressed)
+            become(module.o_a_proj, ProjectsGroups)
             if module.compressor is not None:
                 become(module.compressor, Compresses)
     model.small_integers = ("tid2eid",)  # numbers of experts by token id

@@ -9,14 +9,13 @@ The layer of n-grams has two states: ids of the last tokens, and columns of a di
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flexengine.model.adapters import become
-from flexengine.model.adapters.sparse import MOST_BYTES, ChosenKeys, Chooses, IndexPages
+from flexengine.model.adapters.sparse import Chooses, ChosenKeys, IndexPages
 from flexengine.model.forward import Mix, attend, pause
 
 # Buffers of integers, which follow from the config.
@@ -56,6 +55,7 @@ class ChoosesBlocks(Chooses):
         top = self.block_topk * ratio + ratio - 1
         q, keys = self.index_qk_proj(hidden_states).split([heads * size, size], dim=-1)
         q = _rotated(self.q_layernorm(q.view(*q.shape[:2], heads, size)).transpose(1, 2), *position_embeddings)[0]
+        q = q.transpose(0, 1).float().contiguous()  # [tokens, heads, index_head_dim]
         none = torch.empty(0, dtype=torch.int64, device=q.device)
         where: IndexPages | None = None if q.is_meta else pause(Mix())
         if where is None:  # a trial, of one prompt
@@ -65,10 +65,12 @@ class ChoosesBlocks(Chooses):
             new = max(0, top - past)  # the first token that does not see all
             if new < count:
                 own = keys[:, first : first + count]
-                blocks = self._blocks(self._whole(where.pool, past, past + count, table, own)[0])
-                for at, scores in self._scores(q[:, first : first + count], blocks, range(new, count)):
+                blocks = self._blocks(self._whole(where.pool, past, past + count, table, own)[0]).float()
+                for at in range(new, count):  # one by one, so that bits do not depend on the others
                     seen = past + at + 1
-                    best = scores[: seen // ratio].topk(self.block_topk).indices.sort().values
+                    likeness = torch.matmul(q[first + at], blocks[: seen // ratio].t()).t()
+                    scores = torch.relu(likeness).sum(-1) / math.sqrt(size)
+                    best = scores.topk(self.block_topk).indices.sort().values
                     tokens = (best[:, None] * ratio + torch.arange(ratio, device=q.device)).flatten()
                     tail = torch.arange(seen // ratio * ratio, seen, device=q.device)
                     rest = tail.new_full((ratio - 1 - len(tail),), seen - 1)  # beyond the count
@@ -88,15 +90,6 @@ class ChoosesBlocks(Chooses):
         pooled = self.k_layernorm(each.float().mean(1).to(keys.dtype))
         starts = torch.arange(count, device=keys.device)[None, None] * self.compress_ratio
         return _rotated(pooled[None, None], *self.rotary[0](pooled[None], starts))[0, 0]
-
-    def _scores(self: Any, q: Tensor, blocks: Tensor, tokens: range) -> Iterator[tuple[int, Tensor]]:
-        """Yield tokens with their scores of all blocks, [blocks]. q: [heads, tokens, index_head_dim]."""
-        step = max(1, MOST_BYTES // (2 * 4 * len(q) * max(1, len(blocks))))
-        for low in range(tokens.start, tokens.stop, step):
-            high = min(low + step, tokens.stop)
-            likeness = torch.matmul(q[:, low:high].float(), blocks.float().t())
-            scores = torch.relu(likeness).sum(0) / math.sqrt(self.index_head_dim)
-            yield from zip(range(low, high), scores, strict=True)
 
 
 class KeepsIds:

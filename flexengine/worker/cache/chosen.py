@@ -71,7 +71,7 @@ def attend(
     for tokens, chosen in zip(torch.split(choice.tokens, most), torch.split(places, most), strict=True):
         own = _gathered(pool, chosen.long())
         numbers = torch.arange(len(own), dtype=torch.int32, device=pool.device).view(len(tokens), -1)
-        if choice.counts is None:
+        if counts is None:
             lengths = torch.full((len(tokens),), top, dtype=torch.int32, device=pool.device)
         else:
             lengths, counts = counts[: len(tokens)], counts[len(tokens) :]
