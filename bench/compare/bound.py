@@ -319,7 +319,7 @@ def answer(asked: Question) -> dict[str, Any]:
         else:
             measured = asdict(peak.measure())
             machine = {"link": None, "memory": measured.pop("read"), **measured}
-    token = cache_bytes(config, lossy, sum(layer.cached for layer in layers) or len(layers))
+    token = cache_bytes(config, lossy, sum(layer.cached for layer in layers))
     sweeps = zip(asked.layer_ms, asked.cached or (0,) * len(compute), strict=True)
     return {
         "model_bytes": sum(f.stat().st_size for f in files),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Projections of which one makes keys, of attention and of some modules with a state.
+_KEYS = re.compile(r"\b(k_proj|kv_a_proj\w*|c_attn|query_key_value|qkv_proj|Wqkv|W_pack)\b")
 Shapes = tuple[tuple[int, int], ...]
 
 
@@ -52,8 +54,9 @@ def _layer(tensors: Mapping[str, tuple[int, ...]]) -> Layer:
             experts = max(experts, shape[0] if part[1] is None else int(part[1]) + 1)
         elif len(shape) == 2:
             (kept if re.search(r"\b((k|v)_proj|in_proj\w*)\b", name) else others).append((shape[0], shape[1]))
-    cached = any(re.search(r"\bk_proj\b", name) for name in tensors)
-    return Layer(tuple(kept), tuple(others), tuple(expert), experts, cached)
+    attentions = {name[: found.start()] for name in tensors if (found := _KEYS.search(name))}
+    scans = {name.removesuffix(part) for name in tensors for part in ("A_log", "dt_bias") if name.endswith(part)}
+    return Layer(tuple(kept), tuple(others), tuple(expert), experts, bool(attentions - scans))
 
 
 def active_of(config: Mapping[str, Any]) -> int:

@@ -189,7 +189,7 @@ def encode(
             raise InvalidInput(f"stop_token_ids holds {foreign[0]}; token ids lie in [0, {vocab_size})")
         total = len(ids) + sampling.max_tokens
         if total > context_length:
-            limit = f"context of {context_length}, which its config.json states"
+            limit = f"context of {context_length}, which follows from its config.json"
             size = f"prompt of {len(ids)} tokens + max_tokens {sampling.max_tokens} = {total} tokens"
             raise InvalidInput(f"{size}, more than the model's {limit}; shorten the prompt or lower max_tokens")
         check_known(ids, tokenizer, vocab_size)

@@ -14,7 +14,7 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 SCORES = 64 << 20  # bytes of an indexer's scores, and of gathered K and V, as in model/adapters/sparse.py
-_SCORED, _GATHERED = 3, 3  # tensors of scores by head at once; times that chosen K and V are read or written
+_SCORED, _GATHERED = 3, 2  # tensors of scores by head at once; times that chosen K and V are read or written
 _SEEN = 40  # bytes for each key that a token of DeepSeek V4 sees: five int64 tensors, while they are sorted
 # Bytes of scores, and of the numbers that are added to them by distance, at once, unless those of a single query take
 # more; and tensors of both (worker/cache/distances.py).
@@ -81,7 +81,8 @@ def terms(data: Sweeping, longest: int) -> Iterator[Term]:
     """Yield the seconds of the device for decode steps of modules with states, beside their products, which are
     measured as those of a prompt; and for scores of indexers, which are read and written three times by head, and the
     K and V that they choose, which are gathered; tokens of prompts read them once more than `terms.parts` knows, as
-    decode steps. longest: tokens of the longest sequence."""
+    decode steps; and for scores to which numbers are added, and copies of K and V for them. longest: tokens of the
+    longest sequence."""
     model, sweeps = data.model, data.sweeps
     layers = sum(nbytes > 0 for nbytes in model.states)
     yield Term("device", "", "", sweeps.decoding * layers * state_seconds(model, data.hardware))
@@ -92,6 +93,12 @@ def terms(data: Sweeping, longest: int) -> Iterator[Term]:
         moved = scored + read * (_GATHERED * sweeps.decoding + (_GATHERED + 1) * sweeps.prompt)
         layers = model.attended.count(None) if model.chooses(longest) else 0
         yield Term("device", "", "", layers * moved / data.hardware.elementwise)
+    if model.added:
+        scored, row = 2 * ADDED_COPIES * 4 * model.heads, 2 * model.kv_heads * model.head_dim * model.itemsize
+        cached = sum((sweeps.cached[window] for window in model.attended), start=0.0 * sweeps.times)
+        pairs = sum((sweeps.pairs[window] for window in model.attended), start=0.0 * sweeps.times)
+        moved = scored * (cached + pairs) + 3 * row * cached
+        yield Term("device", "", "", moved / data.hardware.elementwise)
 
 
 def state_seconds(model: ModelFacts, hardware: Hardware) -> float:

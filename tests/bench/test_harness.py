@@ -132,6 +132,18 @@ def test_memory_holds_weights_and_caches_once_a_sweep() -> None:
         assert weight_bytes(experts, config, {}, tokens) == pytest.approx(2 * (touched * 2 * 8 * 32 + 100 * 32))
 
 
+@pytest.mark.parametrize(("names", "cached"), [
+    (("self_attn.k_proj.weight",), True), (("self_attn.kv_a_proj_with_mqa.weight",), True),
+    (("attn.c_attn.weight",), True), (("self_attn.k_proj.weight", "mamba.A_log"), True),  # Falcon-H1
+    (("self_attn.k_proj.weight", "self_attn.A_log", "self_attn.dt_bias"), False),  # Kimi Linear
+    (("mixer.in_proj.weight", "mixer.A_log"), False), (("attention.key.weight",), False),  # Mamba, RWKV
+])  # fmt: skip
+def test_layers_with_states_only_have_no_keys(names: tuple[str, ...], cached: bool, tmp_path: Path) -> None:
+    text = json.dumps({f"model.layers.0.{name}": {"shape": [8, 8]} for name in names}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    assert [layer.cached for layer in layers_of([tmp_path / "a.safetensors"])] == [cached]
+
+
 @pytest.mark.parametrize(("name", "kinds"), [
     ("qwen3.5-moe-2.7b", {"linear": 9, "attention": 3}), ("nemotron-h-2.7b", {"linear": 12, "attention": 3, "moe": 12}),
 ])  # fmt: skip

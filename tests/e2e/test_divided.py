@@ -1,13 +1,18 @@
 """Layers that adapters change as a whole: tokens of transformers for every placement and in stages."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import UnsupportedModel
+from flexengine.model import experts
+from flexengine.model.adapters import longcat
 from flexengine.model.adapters.longcat import stored_name
 from flexengine.model.build import build
 from flexengine.model.checkpoint import origins, read_checkpoint
@@ -79,6 +84,28 @@ def test_experts_before_attention_are_loaded_if_they_are_chosen(models: Any, mon
     assert {len(each) for each in missing} <= set(range(config.moe_topk + 1))
 
 
+@pytest.mark.slow
+def test_sums_of_experts_have_one_order(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that adds a token's parts at once may add them in any order on a GPU, and copies of tokens take memory:
+    there are those of a block at most."""
+    known, forward, add, rows = models("longcat_flash"), experts._experts, torch.Tensor.index_add_, list[int]()
+    monkeypatch.setattr(longcat, "BLOCK", 16)
+    top = json.loads((known.directory / "config.json").read_text())["moe_topk"]
+
+    def noted(module: Any, hidden: Tensor, *args: Any) -> Tensor:
+        rows.append(len(hidden))
+        return forward(module, hidden, *args)
+
+    def added(out: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        assert len(index.unique()) == len(index)
+        return add(out, dim, index, source)
+
+    monkeypatch.setattr(torch.Tensor, "index_add_", added)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, experts.EXPERTS, noted)
+    assert generated(known, POLICIES["everywhere"]) == known.expected
+    assert 2 * top < max(rows) <= 16 * top
+
+
 def test_every_tensor_of_a_divided_layer_has_its_place() -> None:
     """transformers saves matrices of some experts that return their input; they are not read."""
     config = tiny_config(config_classes()["longcat_flash"])
@@ -114,5 +141,6 @@ def test_a_row_of_more_tokens_than_a_token_sees_is_an_error(kind: str, tmp_path:
     with Engine(tmp_path, device="cpu", offload_dir=tmp_path / "offload") as engine:
         rows = [{"prompt_token_ids": [5] * n} for n in (64 - NEW, 65 - NEW)]
         fits, longer = engine.generate(rows, GREEDY)
+        assert "context is 64 tokens" in str(engine.score([[5] * 60], [[5] * 6])[0].error)
     assert len(fits.token_ids) == NEW
     assert "more than the model's context of 64" in longer.error

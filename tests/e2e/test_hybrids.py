@@ -32,6 +32,7 @@ POLICIES = {
     "everywhere": Policy(2, 4, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=192, schedule="diagonal"),
 }
 QUICK = [("device", "lfm2"), ("disk", "lfm2")]
+SEVERAL = ["qwen3_next", "jamba", "lfm2", "recurrent_gemma", "rwkv", "xlstm", "inkling_text"]
 PIECES = (1, 7, 16, 64, 130)
 
 
@@ -138,9 +139,7 @@ def test_tokens_under_a_policy_of_the_planner(hybrids: Any, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["qwen3_next", "kimi_linear", "mamba2", "zamba2", "jamba", "lfm2", "recurrent_gemma", "rwkv", "xlstm"]
-)
+@pytest.mark.parametrize("kind", [*SEVERAL, "kimi_linear", "mamba2", "zamba2"])
 @pytest.mark.parametrize("tokens", PIECES)
 def test_prompts_in_pieces(hybrids: Any, kind: str, tokens: int) -> None:
     """Pieces smaller than the grain are enlarged to it; the tokens do not depend on them."""
@@ -149,9 +148,7 @@ def test_prompts_in_pieces(hybrids: Any, kind: str, tokens: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["qwen3_next", "granitemoehybrid", "jamba", "falcon_h1", "lfm2", "recurrent_gemma", "rwkv", "xlstm"]
-)
+@pytest.mark.parametrize("kind", [*SEVERAL, "granitemoehybrid", "falcon_h1"])
 @pytest.mark.parametrize("cache", [D, H, K])
 def test_shared_prefixes(hybrids: Any, kind: str, cache: Any) -> None:
     """Samples of a prompt, and prompts that have a prefix in common, share it up to a multiple of the grain. Each gets
@@ -173,7 +170,7 @@ def test_shared_prefixes(hybrids: Any, kind: str, cache: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "cuts"), [
     ("qwen3_next", (0, 1, 4)), ("falcon_h1", (0, 2, 4)), ("mamba2", (0, 3, 4)), ("nemotron_h", (0, 1, 2, 4)),
-    ("recurrent_gemma", (0, 1, 2, 4)), ("rwkv", (0, 1, 3, 4)), ("xlstm", (0, 2, 4)),
+    ("recurrent_gemma", (0, 1, 2, 4)), ("rwkv", (0, 1, 3, 4)), ("xlstm", (0, 2, 4)), ("inkling_text", (0, 1, 4)),
 ])  # fmt: skip
 def test_stages(hybrids: Any, kind: str, cuts: tuple[int, ...]) -> None:
     """A stage may have layers with states only, with attention only, or with neither."""
@@ -263,9 +260,10 @@ def test_experts_are_loaded_once_for_each_layer(hybrids: Any, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_job_that_broke_off_goes_on(hybrids: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_next", "longcat_flash"])
+def test_a_job_that_broke_off_goes_on(hybrids: Any, tmp_path: Path, kind: str) -> None:
     """Rows that had not ended begin anew, with a new record (vllm-metal #488)."""
-    known = hybrids("qwen3_next")
+    known = hybrids(kind)
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
 
@@ -286,7 +284,7 @@ def test_a_job_that_broke_off_goes_on(hybrids: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "lfm2", "inkling_text"])
 def test_scores(hybrids: Any, kind: str) -> None:
     """Log probabilities of continuations are those of transformers; long contexts are computed once."""
     known = hybrids(kind)
@@ -317,7 +315,7 @@ def test_tokens_do_not_depend_on_the_placement(hybrids: Any, kind: str, options:
 @pytest.mark.slow
 def test_states_keep_their_dtype(hybrids: Any) -> None:
     """What a delta rule and Mamba sum up stays in fp32 in a model that computes in 16 bits (vLLM #22928, #39032)."""
-    for kind in ("qwen3_next", "granitemoehybrid", "kimi_linear"):
+    for kind in ("qwen3_next", "granitemoehybrid", "kimi_linear", "xlstm"):
         tokens, offload = list[Any](), hybrids(kind).directory / "offload"
         for name in ("device", "everywhere"):
             policy = POLICIES[name]
@@ -329,7 +327,8 @@ def test_states_keep_their_dtype(hybrids: Any) -> None:
                 tokens.append([r.token_ids for r in results])
                 mixers = mixers_of(engine.core.skeleton.model)
                 kinds = {field.key[0]: field.dtype for mixer in mixers for field in mixer.fields}
-                assert kinds == {"conv": torch.bfloat16, "recurrent": torch.float32}
+                assert kinds.pop("conv", None) == (None if kind == "xlstm" else torch.bfloat16)
+                assert kinds == {"recurrent": torch.float32}
         assert tokens[0] == tokens[1]
 
 

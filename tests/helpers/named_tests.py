@@ -6,8 +6,9 @@ from typing import Any
 
 
 def _cases(values: Iterable[Any]) -> set[str]:
-    """Names of the values of a test's parameters."""
-    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    """Names of the values of a mark's first parameter."""
+    given = [getattr(value, "values", value) if type(value).__name__ == "ParameterSet" else value for value in values]
+    parts = [value[0] if isinstance(value, tuple) and not hasattr(value, "name") else value for value in given]
     return {getattr(part, "name", None) or str(part) for part in parts}
 
 

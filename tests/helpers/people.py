@@ -68,6 +68,10 @@ _FALCON = {
     "intermediate_size": 12288, "vocab_size": 130048, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128,
     "mamba_d_state": 256, "mamba_n_groups": 1,
 }  # fmt: skip
+# Layers 4, 8, ... 24 and 27 of Kimi-Linear-48B-A3B attend, as its config.json counts them from 1.
+_KIMI = {
+    "layer_types": ["full_attention" if j in (3, 7, 11, 15, 19, 23, 26) else "linear_attention" for j in range(27)],
+}  # fmt: skip
 
 
 def _published(name: str, form: str = "") -> Person:
@@ -80,7 +84,7 @@ PEOPLE = {
     "Qwen3.5-9B": Person("qwen3_5_text"),
     "Qwen3-Next-80B-A3B": Person("qwen3_next", billions=79.7),
     "Qwen3.8-Flash-Next": Person("qwen4_exp_text", _FLASH_NEXT),
-    "Kimi-Linear-48B-A3B": Person("kimi_linear", billions=49.1),
+    "Kimi-Linear-48B-A3B": Person("kimi_linear", _KIMI, billions=49.1),
     "Nemotron-3-Nano-30B-A3B": Person("nemotron_h", _NANO, billions=31.6),
     "Granite-4.0-H-Small": Person("granitemoehybrid", _GRANITE, billions=32.2),
     "LFM2-8B-A1B": Person("lfm2_moe", _LFM2, billions=8.34),
@@ -91,7 +95,6 @@ PEOPLE = {
     "GLM-5-FP8": Person("glm_moe_dsa", form=FP8, billions=744.0),
     "Llama-4-Scout-17B-16E": _published("Llama-4-Scout-17B-16E"),
     "Gemma-3n-E4B": Person("gemma3n_text"),
-    "Gemma-4-E2B": Person("gemma4_text"),
     "gpt-oss-20b": _published("gpt-oss-20b", MXFP4),
     "gpt-oss-120b": _published("gpt-oss-120b", MXFP4),
     "MiniMax-M2.5": _published("MiniMax-M2.5", FP8),

@@ -39,13 +39,14 @@ HEAD = (
 ABOUT = f"""\
 {TITLE}
 
-Made by `python -m tests.helpers.people_table --write docs/models.md` from published configs, without weights.
-Parameters and bytes are those of the text model, with matrices in the published form. State and KV are in the caches of
-a GPU, in bf16 (states of scans in fp32), of a token that all layers keep; on a CPU that computes in fp32, KV has twice
-the bytes. *Least* is the smallest memory, beside what Python and torch take, with which the planner finds a plan for
-{ROWS} rows of {PROMPT} prompt tokens and {NEW} generated ones, and a disk for the checkpoint: the RAM of a machine like
-[{CPU}](machines.md); the memory of a GPU like that of [{GPU}](machines.md) with all of that machine's RAM, and the RAM
-beside all of its GPU. Tokens/s are predicted, with the least RAM or GPU memory, and with all that the file says.
+Made by `python -m tests.helpers.people_table --write docs/models.md` from published configs, or the defaults of
+transformers' class where these are the model's, without weights. Parameters and bytes are those of the text model, with
+matrices in the published form. State and KV are in the caches of a GPU, in bf16 (states of scans in fp32), of a token
+that all layers keep; on a CPU that computes in fp32, KV has twice the bytes. *Least* is the smallest memory, beside
+what Python and torch take, with which the planner finds a plan for {ROWS} rows of {PROMPT} prompt tokens and {NEW}
+generated ones, and a disk for the checkpoint: the RAM of a machine like [{CPU}](machines.md); the memory of a GPU like
+that of [{GPU}](machines.md) with all of that machine's RAM, and the RAM beside all of its GPU. Tokens/s are predicted,
+with the least RAM or GPU memory, and with all that the file says.
 
 {HEAD}
 |---|---|---|---|---|---|---|---|---|---|

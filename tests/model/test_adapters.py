@@ -7,16 +7,20 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.xlstm.modeling_xlstm import xLSTMLayer
 
 from flexengine import Engine, SamplingParams
 from flexengine.errors import UnsupportedModel
 from flexengine.model import build as building
+from flexengine.model.adapters import recurrent
 from flexengine.model.adapters.alibi import biased, biases
 from flexengine.model.forward import Inputs, Layer, Pass
 from flexengine.model.layer_range import use_range
+from flexengine.model.mixers import StateView
 from flexengine.model.skeleton import TRIAL_TOKENS
 from flexengine.model.watch import Watch
 from tests.helpers.architectures import GAP, config_classes, continuation, engine_answers, judged, prompts_of
+from tests.helpers.listening import listening
 from tests.helpers.native_layers import arguments, opened, ran
 from tests.helpers.tiny_models import SEEDS, VOCABULARY, blank_model, make_model, tiny_config
 
@@ -225,3 +229,36 @@ def test_ranges_of_layers_keep_the_shape_of_hidden_states(kind: str, tmp_path: P
     use_range(skeleton, (1, 3))
     shapes = [event.hidden.shape for event in skeleton.trial() if isinstance(event, Layer)]
     assert shapes == [(1, TRIAL_TOKENS, 64)] * 3
+
+
+def test_pieces_do_not_round_the_states_of_xlstm() -> None:
+    """In 16 bits, transformers rounds states where a call ends."""
+    config = tiny_config(config_classes()["xlstm"])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        layer = xLSTMLayer(config)
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.3)
+        recurrent.adapt(config, layer.bfloat16())
+        x, ends, outs = torch.randn(1, 256, config.hidden_size).bfloat16(), list[Any](), list[Any]()
+        for cuts in ((256,), (64, 192), (128, 128)):
+            view = StateView({})
+            outs.append(torch.cat([layer(part, cache=view)[0] for part in x.split(cuts, 1)], 1))
+            ends.append([view.states["recurrent", number] for number in range(3)])
+    for out, end in zip(outs[1:], ends[1:], strict=True):
+        assert outs[0].dtype == torch.bfloat16
+        torch.testing.assert_close(out, outs[0], rtol=2**-7, atol=2**-7 * float(outs[0].abs().max()))
+        for found, wanted in zip(end, ends[0], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(("kind", "text"), [
+    ("minimax_m3_vl_text", "64 tokens are the most of a row"), ("doge", "64 tokens are the most of a row"),
+    ("hrm_text", "prompts are read causally, as by transformers without token_type_ids"),
+])  # fmt: skip
+def test_limits_of_adapted_models_are_told(kind: str, text: str, tmp_path: Path) -> None:
+    with listening() as heard:
+        skeleton = built(kind, tmp_path)
+    assert [text in message for message in heard.messages] == [True]
+    if kind == "doge":
+        assert set(skeleton.as_modules.values()) == {"its keys have a bias"}

@@ -59,7 +59,6 @@ BUGS: dict[str, tuple[str, ...]] = {
     "sequences of a batch mix the short convolutions of LFM2 (llama.cpp #29002)": (
         f"{HYBRIDS}::test_a_row_does_not_depend_on_its_batch[lfm2]",
     ),
-    "graphs are split wrongly (llama.cpp #14575)": (f"{HYBRIDS}::test_stages[falcon_h1]",),
     "states cannot be cut, so whole prompts are computed again (llama.cpp #20225, #22746, #24055)": (
         f"{HYBRIDS}::test_shared_prefixes[xlstm]",
         f"{HYBRIDS}::test_scores[jamba]",

@@ -32,6 +32,10 @@ def test_the_page_has_all_models_in_order() -> None:
     rows = listed(page)
     assert [(cells[0], cells[2]) for cells in rows] == [(name, WORDS[person.form]) for name, person in PEOPLE.items()]
     assert section(page).startswith(ABOUT)
+    for cells in rows:  # with the least memory, and with all
+        for rates in (cells[7], cells[9]):
+            slow, fast = (0.0 if rate == "-" else float(rate) for rate in rates.split(", "))
+            assert fast >= slow, cells
     assert with_section(page, table(rows)) == page
     assert section(with_section(page, "")) == ""
     assert with_section(with_section(page, ""), table(rows)) == page

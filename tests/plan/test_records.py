@@ -72,6 +72,15 @@ def test_decode_steps_move_the_temporary_tensors_of_modules() -> None:
     assert told[1] - told[0] == pytest.approx(12 * 19 * 6 * 2 * 10**7 / FLAT.elementwise)
 
 
+def test_scores_with_added_numbers_take_seconds() -> None:
+    """Five tensors of scores are read and written, and cached keys and values are read or written three times."""
+    plain, work, policy = hybrid(tuple(range(LAYERS))), Workload({(100, 20): 12}), Policy(12, 1)
+    told = [predicted(replace(plain, added=n), work, policy, FLAT).busy["device"] for n in (0, 64)]
+    cached, pairs = 12 * sum(range(100, 119)), 12 * 100 * 101 / 2
+    moved = 2 * 5 * 4 * plain.heads * (cached + pairs) + 3 * 2 * HIDDEN * plain.itemsize * cached
+    assert told[1] - told[0] == pytest.approx(LAYERS * moved / FLAT.elementwise, rel=0.02)
+
+
 def test_few_records_limit_the_block() -> None:
     """Memory for states is shared out like that for pages: a tier that has room for half of the records has half of the
     sequences, and the forecast of the job has as many sweeps as that takes."""

@@ -45,13 +45,14 @@ def test_numbers_by_distance_are_added_to_scores(
     monkeypatch.setattr(distances, "ADDED", most)
     torch.manual_seed(0)
     pool, profiles = torch.full((11, 2, KV_HEADS, PAGE, DIM), torch.nan), torch.randn(RANK, EXTENT)
+    ring = 2 if window else len(pool)  # pages of a sequence, which repeat where a window leaves tokens behind
     whole = {name: [torch.randn(PAST[name] + NEW[name], KV_HEADS, DIM) for _ in range(2)] for name in PAST}
     tables, places = dict[str, Tensor](), list[tuple[int, int]]()
     for name, past in PAST.items():
-        at = [(FIRST[name] + token // PAGE, token % PAGE) for token in range(past + NEW[name])]
+        at = [(FIRST[name] + token // PAGE % ring, token % PAGE) for token in range(past + NEW[name])]
         for token, (page, offset) in enumerate(at[:past]):
             pool[page, :, :, offset] = torch.stack([x[token] for x in whole[name]])
-        tables[name] = torch.arange(FIRST[name], at[-1][0] + 1, dtype=torch.int32)
+        tables[name] = torch.tensor([page for page, offset in at[::PAGE]], dtype=torch.int32)
         places += at[past:]
     count = sum(NEW.values())
     q, states = torch.randn(count, HEADS, DIM), torch.randn(count, HEADS, RANK)

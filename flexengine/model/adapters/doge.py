@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexengine.activity import message
 from flexengine.errors import UnsupportedModel
 from flexengine.model.adapters import become
 from flexengine.model.forward import attend
@@ -21,11 +22,15 @@ def adapt(config: Any, model: Any) -> None:
     for module in model.modules():
         if type(module).__name__ == "DogeAttention":
             become(module, BiasedKeys)
-    model.most_tokens = config.keep_window_size
+    if hasattr(model, "get_decoder"):
+        model.most_tokens = most = config.keep_window_size
+        message(f"{most:,} tokens are the most of a row: a token of longer ones sees {most:,} tokens only")
 
 
 class BiasedKeys:
     """Attention of Doge."""
+
+    as_module = "its keys have a bias"  # why layers are not computed by calls of kernels
 
     def forward(
         self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, *_: Any, **__: Any

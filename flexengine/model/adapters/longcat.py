@@ -18,6 +18,7 @@ from flexengine.model.linear import Product
 
 _PART = re.compile(r"(.*\blayers)\.(\d+)\.(\w+)\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
+BLOCK = 128  # tokens whose chosen experts are computed at once, so that few copies of tokens exist
 
 
 def adapt(config: Any, model: Any) -> None:
@@ -87,8 +88,7 @@ class LongcatHalf(nn.Module):
 
 
 class ChosenExperts:
-    """Experts that compute, as those of transformers' other models, each for the tokens that chose it; then those that
-    return their input."""
+    """Experts that compute, as those of transformers' other models, and those that return their input."""
 
     is_transposed, has_gate, has_bias = False, True, False
     product = Product(torch.float32)  # `use_product` sets the model's
@@ -99,17 +99,26 @@ class ChosenExperts:
         return gated
 
     def forward(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if hidden.is_meta:
+            return torch.zeros_like(hidden)
+        parts = zip(*(x.split(BLOCK) for x in (hidden, chosen, weights)), strict=True)
+        return torch.cat([self._sums(*each) for each in parts])
+
+    def _sums(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return weighted sums of some tokens, each added in the order of the experts: a token's parts get places of
+        their own first, as sums of one call may be added in any order on a GPU."""
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        out = torch.zeros_like(hidden)
-        if hidden.is_meta:
-            return out
-        order = chosen.reshape(-1).sort(stable=True)
+        order, shares = chosen.sort(stable=True, dim=-1).indices, weights.reshape(-1, 1)
+        parts = hidden.new_empty(chosen.numel(), hidden.shape[-1])
+        real = chosen.reshape(-1) < len(self.down_proj)
         for computes in (True, False):
-            picked = order.indices[(order.values < len(self.down_proj)) == computes]
-            tokens, shares = picked // chosen.shape[-1], weights.reshape(-1, 1)[picked]
-            x = hidden[tokens]
+            picked = (real == computes).nonzero()[:, 0]
+            x = hidden[picked // chosen.shape[-1]]
             if computes:
-                x = ALL_EXPERTS_FUNCTIONS[EXPERTS](self, x, chosen.reshape(-1, 1)[picked], shares)
-            out.index_add_(0, tokens, x if computes else (x * shares).to(out.dtype))
+                x = ALL_EXPERTS_FUNCTIONS[EXPERTS](self, x, chosen.reshape(-1, 1)[picked], shares[picked])
+            parts[picked] = x if computes else (x * shares[picked]).to(hidden.dtype)
+        out, parts = torch.zeros_like(hidden), parts.view(*chosen.shape, -1)
+        for number in order.unbind(-1):
+            out += parts[torch.arange(len(out), device=out.device), number]
         return out

@@ -20,7 +20,7 @@ _FP32 = torch.float32
 def adapt(config: Any, model: Any) -> None:
     """Replace the modules with states of a model, or of a layer. config: of the model."""
     mixins = {"RecurrentGemmaRecurrentBlock": GriffinBlock, "RecurrentGemmaRglru": GatedUnit}
-    mixins |= {"RwkvBlock": RwkvLayer, "xLSTMLayer": MatrixMemory}
+    mixins |= {"RwkvBlock": RwkvLayer, "xLSTMLayer": MatrixMemory, "xLSTMBackend": PreciseMemory}
     for module in model.modules():
         kind = type(module).__name__
         if mixin := mixins.get(kind):
@@ -122,5 +122,15 @@ class MatrixMemory:
         before = [cache.get_recurrent_state(0, number) for number in range(3)]
         out, states = super().forward(x, None if before[0] is None else tuple(before))  # type: ignore[misc]
         for number, state in enumerate(states):
-            cache.update_recurrent_state(state.to(x.dtype), 0, number)
+            cache.update_recurrent_state(state, 0, number)
         return out, None
+
+
+class PreciseMemory:
+    """Products of mLSTM with its states, in fp32. In 16 bits, transformers rounds states where a call ends, so that
+    tokens depended on the pieces of a prompt."""
+
+    def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, **rest: Any) -> tuple[Tensor, Any]:
+        x = {"query": query.float(), "key": key.float(), "value": value.float()}
+        out, states = super().forward(**x, **rest)  # type: ignore[misc]
+        return out.to(query.dtype), states

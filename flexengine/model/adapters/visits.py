@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flexengine.activity import message
 from flexengine.model.adapters import become
 
 _PART = re.compile(r"(.*\b)([LH])_module\.layers\.(\d+)\.(.+)")
@@ -20,6 +21,9 @@ def adapt(config: Any, model: Any) -> None:
     decoder = next((m for m in model.modules() if type(m).__name__ == "HrmTextModel"), None)
     if decoder is None:  # a layer
         return
+    if config.prefix_lm:
+        causal = "prompts are read causally, as by transformers without token_type_ids"
+        message(f"{causal}; a model that was trained with prefix_lm may answer worse")
     low, high, size = decoder.L_module.layers, decoder.H_module.layers, config.num_layers_per_stack
     own = [layer for _ in range(config.H_cycles) for stack in [low] * config.L_cycles + [high] for layer in stack]
     decoder.visits = nn.ModuleList([copy.deepcopy(layer, {id(config): config}) for layer in own])

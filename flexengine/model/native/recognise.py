@@ -119,6 +119,8 @@ def _width(call: Call) -> int:
 def _kind(trial: "_Trial", layer: nn.Module, scratch: Scratch, failed: Callable[[], None]) -> LayerKind | str:
     """Return what layers of equal settings share, or the reason why they run their modules. failed: called if calls do
     not compute what the modules do."""
+    if why := next((m.as_module for m in layer.modules() if hasattr(type(m), "as_module")), ""):
+        return str(why)
     try:
         run, _ = trial.run(small := trial.small(_WEIGHTS[0]))
         record = _read(run, trial.clip(small))
