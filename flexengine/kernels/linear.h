@@ -98,11 +98,13 @@ template <class T> struct Rows {
     Rows(const Linear& a, int64_t c, int64_t next)
         : w((const T*)a.w + c * a.w_row), k(a.k), row(a.w_row), last(a.n - 1 - c), next((next - c) * row - k) {}
 
-    // Loads `count` units from d on, transposed, and prefetches the data SPAN units later. They are read once: kept out of
-    // L2 and L3, they came at 38 GB/s instead of 33, of 42 at which memory was read alone.
-    INLINE void load(int64_t d, int count, vp* block) const {
+    // Loads `count` units from d on, transposed, and prefetches the data SPAN units later with a LOCALITY of
+    // __builtin_prefetch. In products of few rows they are read once, with 0: kept out of L2 and L3, they came at 38 GB/s
+    // instead of 33, of 42 at which memory was read alone. Tiles are read again for every GROUP of rows, with 2.
+    template <int LOCALITY> INLINE void load(int64_t d, int count, vp* block) const {
         uintptr_t ahead = uintptr_t(w) + (d + SPAN < k ? d + SPAN : d + SPAN + next) * sizeof(T);
-        UNROLL for (int i = 0; i < W; i++, ahead += row * sizeof(T)) __builtin_prefetch((const void*)ahead, 0, 0);
+        UNROLL for (int i = 0; i < W; i++, ahead += row * sizeof(T))
+            __builtin_prefetch((const void*)ahead, 0, LOCALITY);
         const T* at = w + d;
         UNROLL for (int i = 0; i < W; i++, at += i <= last ? row : 0) block[i] = vload_pairs(at, count * int(sizeof(T) / 2));
         transpose(block);
@@ -115,7 +117,7 @@ template <class T> void widen_rows(const Rows<T>& w, int64_t d, int64_t span, in
     constexpr int EACH = Units<T>::EACH, HELD = EACH * W;
     for (const int64_t end = d + span; d < end; d += HELD) {
         vp block[W];
-        w.load(d, end - d < HELD ? int(end - d) : HELD, block);
+        w.template load<2>(d, end - d < HELD ? int(end - d) : HELD, block);
         UNROLL for (int j = 0; j < W; j++)
             UNROLL for (int e = 0; e < EACH; e++, tile += width) vstore(tile, unit(block[j], e, T()));
     }
@@ -148,7 +150,7 @@ template <class T, int M> void multiply_few(const Linear& a, int64_t m, int64_t 
         int64_t d = low;
         for (; d + HELD <= high; d += HELD, x += HELD) {
             vp block[W];
-            w.load(d, HELD, block);
+            w.template load<0>(d, HELD, block);
             _Pragma("GCC unroll 4") for (int j = 0; j < W; j++) {  // with more unrolling, AVX-512 spills sums
                 vf u[EACH];
                 UNROLL for (int e = 0; e < EACH; e++) u[e] = unit(block[j], e, T());

@@ -38,11 +38,8 @@ _OWN = {*_FAMILIES.values(), "deepseek_v3"}
 _LAYERED = ("exaone4", "cohere2")
 GATES_FIRST = "gates_first"  # field of a config: whether the first product of experts has all gates, then all ups
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # as llama.cpp and transformers have without a value
-_SIGMOID = {
-    "glm4_moe",
-    "deepseek_v3",
-    "dots1",
-}  # families whose routers are sigmoids, though their configs do not say so
+# Families whose routers are sigmoids, though their configs do not say so.
+_SIGMOID = {"glm4_moe", "deepseek_v3", "dots1"}
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -86,19 +83,21 @@ def family_config(header: Header) -> Any:
             values |= {"layer_types": ["full_attention"] * values["num_hidden_layers"], "sliding_window_pattern": 1}
     if own_family(header) == "gpt_oss":
         values |= {"sliding_window": given.get("attention.sliding_window"), GATES_FIRST: True}
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": given.get("rope.freq_base", _THETA)}
+    if own_family(header) == "ernie4_5_moe":
+        values["moe_num_shared_experts"] = given.get("expert_shared_count") or 0
     if own_family(header) == "dots1":
         values["sliding_window"] = None
     if header.architecture == "deepseek2":
         values |= _latent(header, given)
     if given.get("rope.scaling.type") == "yarn":
-        values["rope_parameters"] = _yarn(given) | ({"truncate": False} if own_family(header) == "gpt_oss" else {})
+        whole = {"truncate": False} if own_family(header) == "gpt_oss" else {}
+        values["rope_parameters"] = _yarn(header, given) | whole
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     own = given.get("attention.key_length")
-    heads = (
-        {}
-        if header.architecture == "deepseek2"
-        else {"head_dim": own if type(own) is int else values["hidden_size"] // values["num_attention_heads"]}
-    )
+    heads: dict[str, Any] = {}
+    if header.architecture != "deepseek2":
+        heads["head_dim"] = own if type(own) is int else values["hidden_size"] // values["num_attention_heads"]
     if "attention.scale" not in given and heads:
         heads["attention_multiplier"] = heads["head_dim"] ** -0.5
     ids = {field: header.values.get(f"tokenizer.ggml.{key}_token_id") for field, key in _TOKEN_IDS.items()}
@@ -125,10 +124,10 @@ def _latent(header: Header, given: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(f"{header.path} has no single number as {header.architecture}.{wrong[0]}")
     sizes["qk_nope_head_dim"] = sizes.pop("whole") - sizes["qk_rope_head_dim"]
     groups, v3 = given.get("expert_group_count") or 1, own_family(header) == "deepseek_v3"
-    if groups == 1 and v3 and "expert_group_count" not in given:
-        message(
-            f"{header.path} names no groups of experts: a token chooses among all, as in llama.cpp", logging.WARNING
-        )
+    # Models of 64 experts or fewer that are no V3 have no groups: DeepSeek-V2-Lite. V2 has 160 experts in 8 groups.
+    if "expert_group_count" not in given and (v3 or (given.get("expert_count") or 0) > 64):
+        fault = f"{header.path} names no groups of experts: a token chooses among all, as in llama.cpp"
+        message(f"{fault}, which the model may not have learned; a newer file names them", logging.WARNING)
     return {
         **sizes,
         "q_lora_rank": given.get("attention.q_lora_rank") or None,
@@ -137,21 +136,29 @@ def _latent(header: Header, given: dict[str, Any]) -> dict[str, Any]:
         "topk_group": given.get("expert_group_used_count") or 1,
         "topk_method": "noaux_tc" if v3 else "group_limited_greedy" if groups > 1 else "greedy",
         "norm_topk_prob": bool(given.get("expert_weights_norm")),
+        "routed_scaling_factor": 1.0,
     }
 
 
-def _yarn(given: dict[str, Any]) -> dict[str, Any]:
-    """Return YaRN's parameters. given: values by key. llama.cpp has one number for DeepSeek's two factors."""
+def _yarn(header: Header, given: dict[str, Any]) -> dict[str, Any]:
+    """Return YaRN's parameters. given: values by key. llama.cpp has one number for DeepSeek's two factors. Raise
+    UnsupportedModel if there is no factor."""
     scale = given.get("rope.scaling.yarn_log_multiplier") or 0  # converters write a tenth, in fp32
     both = dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * scale:.6g}")) if scale else {}
-    beta = {f"beta_{end}": given.get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
+    plain = _YARN | {"attn_factor": None}
+    values = {key: given.get(f"rope.scaling.yarn_{key}", value) for key, value in plain.items()}
+    attention = values.pop("attn_factor")
+    if not given.get("rope.scaling.factor"):
+        fault = f"{header.path} scales RoPE by YaRN, and has no {header.architecture}.rope.scaling.factor above zero"
+        raise UnsupportedModel(f"{fault}; use the safetensors checkpoint")
     return {
         "rope_type": "yarn",
         "rope_theta": given.get("rope.freq_base", _THETA),
-        "factor": given.get("rope.scaling.factor"),
-        "original_max_position_embeddings": given.get("rope.scaling.original_context_length"),
+        "factor": given["rope.scaling.factor"],
+        "original_max_position_embeddings": given.get("rope.scaling.original_context_length", given["context_length"]),
         **both,
-        **{key: plain if beta[key] is None else beta[key] for key, plain in _YARN.items()},
+        **({} if attention is None else {"attention_factor": attention}),
+        **values,
     }
 
 
@@ -160,8 +167,12 @@ def carry_values(header: Header, config: Any) -> None:
     UnsupportedModel if a value that changes numbers has no field there, and is not what the model uses without one."""
     prefix = f"{header.architecture}."
     values = {key.removeprefix(prefix): value for key, value in header.values.items() if key.startswith(prefix)}
-    if getattr(config, "kv_lora_rank", None):
-        values = {key: value for key, value in values.items() if key not in _LATENT}
+    dropped = _LATENT if getattr(config, "kv_lora_rank", None) else set[str]()
+    if config.model_type == "ernie4_5_moe":  # shapes show it
+        dropped = {"expert_shared_feed_forward_length"}
+    if values.get("expert_weights_scale") == 0:  # as without it in llama.cpp
+        dropped = dropped | {"expert_weights_scale"}
+    values = {key: value for key, value in values.items() if key not in dropped}
     own = config.hidden_size // (getattr(config, "num_attention_heads", 0) or 1)
     width = values.get("attention.key_length", getattr(config, "head_dim", None) or own)
     if hasattr(config, "query_pre_attn_scalar"):
@@ -194,6 +205,7 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
     scaled = rope.get("rope_type", "default") != "default"
     sigmoid = config.model_type in _SIGMOID or getattr(config, "scoring_func", "") == "sigmoid"
     scaling = {"factor": "factor", "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast"}
+    scaling["yarn_attn_factor"] = "attention_factor"
     scaling |= {"yarn_beta_slow": "beta_slow", "original_context_length": "original_max_position_embeddings"}
     shared, inner = int(config.model_type == "hunyuan_v1_moe"), getattr(config, "intermediate_size", 0)
     normalised = config.model_type in _NORMALISED
@@ -228,6 +240,7 @@ def _fields(config: Any, own: int, width: Any) -> dict[str, tuple[tuple[str, ...
         **dict.fromkeys(("attention.max_alibi_bias", "ssm.dt_b_c_rms"), ((), (0,))),
         "attention.shared_kv_layers": ((), (0,)),
         "rope.scaling.yarn_log_multiplier": ((), (0, rope.get("mscale_all_dim", 0) / 10)),
+        "rope.scaling.yarn_ext_factor": ((), (1,) if scaled else (0, 1)),
         **{f"rope.scaling.{key}": ((), (rope.get(of),) if scaled else unscaled) for key, of in scaling.items()},
     }
 

@@ -244,6 +244,8 @@ def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
         writer.add_expert_feed_forward_length(config.intermediate_size)
+    if arch is MODEL_ARCH.ERNIE4_5_MOE:
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexengine import Engine, Policy, SamplingParams
+from flexengine.errors import UnsupportedModel
 from flexengine.kernels import load
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.gguf_config import carry_values, family_config
 from flexengine.model.gguf_header import read_header
 from flexengine.model.source import resolve
 from flexengine.shell.explain.formats import form_words
@@ -90,7 +93,7 @@ def test_gpt_oss_from_the_bytes_of_the_published_checkpoint(tmp_path: Path) -> N
     runs = [dequantize(np.frombuffer(read(run), np.uint8).reshape(96, -1), Q.MXFP4) for run in gate_up.runs]
     assert np.array_equal(np.stack(runs), np.concatenate([[x[::2], x[1::2]] for x in numbers]))
     opened = open_model(str(path), None, "cpu")
-    assert form_words(opened.facts)[0].startswith("weights as in the file: MXFP4, 4.25 bits (")
+    assert form_words(opened.facts).startswith("weights as in the file: MXFP4, 4.25 bits (")
     if isinstance(load(), NativeKernels):
         assert opened.facts.as_modules == ()
 
@@ -175,7 +178,7 @@ def test_configs_are_those_of_the_models(tmp_path: Path, family: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", family, gguf_tensors(family, tiny_model(family)))
     found = AutoConfig.from_pretrained(resolve(str(path)).directory).to_dict()
     ignored = {"initializer_range", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
-    ignored |= {"architectures", "head_dim"} if family == "mixtral" else {"architectures"}
+    ignored |= {"architectures", "_name_or_path"} | ({"head_dim"} if family == "mixtral" else set())
     for key, value in FAMILIES[family][1].to_dict().items():
         if key not in ignored:
             assert found.get(key) == (pytest.approx(value, rel=1e-6) if type(value) is float else value), key
@@ -193,3 +196,75 @@ def test_a_file_without_groups_of_experts_says_so(
     config = json.loads((resolve(str(path)).directory / "config.json").read_text())
     assert (config["n_group"], config["topk_group"]) == (1, 1)
     assert "m.gguf names no groups of experts: a token chooses among all, as in llama.cpp" in caplog.text
+    assert "which the model may not have learned" in caplog.text
+
+
+@pytest.mark.slow
+def test_groups_of_experts_of_deepseek_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, config = FAMILIES["deepseek_v2"]
+    fields = config.to_dict() | {"n_group": 4, "topk_group": 1, "topk_method": "group_limited_greedy"}
+    monkeypatch.setitem(FAMILIES, "deepseek_v2", (arch, AutoConfig.for_model(**fields)))
+    model = tiny_model("deepseek_v2")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 8 if parameter.dim() > 1 else parameter)
+    path = write_gguf(tmp_path / "m.gguf", "deepseek_v2", gguf_tensors("deepseek_v2", model))
+    expected = reference(model, PROMPTS, NEW)
+    assert tokens_of(path, device="cpu") == expected
+    greedy = AutoModelForCausalLM.from_config(config).eval()
+    greedy.load_state_dict(model.state_dict())
+    assert reference(greedy, PROMPTS, NEW) != expected
+
+
+def config_of(path: Path, family: str, without: tuple[str, ...] = (), **given: Any) -> Any:
+    """The config of a header with a family's values, less the keys `without` and with others."""
+    header = read_header(path if path.exists() else write_gguf(path, family, gguf_tensors(family, tiny_model(family))))
+    prefix = header.architecture
+    values = {key: value for key, value in header.values.items() if key.removeprefix(f"{prefix}.") not in without}
+    values |= {f"{prefix}.{key.replace('__', '.')}": value for key, value in given.items()}
+    changed = replace(header, values=values)
+    config = family_config(changed)
+    carry_values(changed, config)
+    return config
+
+
+def test_factors_of_yarn_that_converters_write(tmp_path: Path) -> None:
+    path, factor = tmp_path / "m.gguf", {"rope__scaling__yarn_attn_factor": 1.25}
+    plain = config_of(path, "gpt_oss").rope_parameters
+    assert "attention_factor" not in plain
+    rope = config_of(path, "gpt_oss", **factor, rope__scaling__yarn_ext_factor=1.0).rope_parameters
+    assert rope == {**plain, "attention_factor": 1.25}
+    with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.yarn_ext_factor = 0\.5, which has no place"):
+        config_of(path, "gpt_oss", rope__scaling__yarn_ext_factor=0.5)
+    longer = config_of(path, "gpt_oss", ("rope.scaling.original_context_length",)).rope_parameters
+    assert longer["original_max_position_embeddings"] == 128
+    for without, value in ((("rope.scaling.factor",), {}), ((), {"rope__scaling__factor": 0.0})):
+        with pytest.raises(UnsupportedModel, match=r"YaRN, and has no gpt-oss\.rope\.scaling\.factor above zero"):
+            config_of(path, "gpt_oss", without, **value)
+
+
+def test_a_gpt_oss_without_yarn_turns_as_the_file_says(tmp_path: Path) -> None:
+    path, scaling = tmp_path / "m.gguf", ("type", "factor", "original_context_length")
+    config = config_of(path, "gpt_oss", tuple(f"rope.scaling.{key}" for key in scaling))
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e4}
+    with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.factor = 4"):
+        config_of(path, "gpt_oss", rope__scaling__type="linear")
+
+
+def test_values_that_a_file_lacks_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    assert config_of(path, "deepseek_v3").routed_scaling_factor == 2.5
+    assert config_of(path, "deepseek_v3", ("expert_weights_scale",)).routed_scaling_factor == 1
+    assert config_of(path, "deepseek_v3", expert_weights_scale=0.0).routed_scaling_factor == 1
+    ernie = tmp_path / "e.gguf"
+    assert config_of(ernie, "ernie4_5_moe").moe_num_shared_experts == 2
+    assert config_of(ernie, "ernie4_5_moe", ("expert_shared_count",)).moe_num_shared_experts == 0
+
+
+def test_a_deepseek_v2_of_many_experts_without_groups_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    groups = ("expert_group_count", "expert_group_used_count")
+    assert config_of(tmp_path / "m.gguf", "deepseek_v2", groups).topk_method == "greedy"
+    assert "names no groups" not in caplog.text
+    config_of(tmp_path / "m.gguf", "deepseek_v2", groups, expert_count=160)
+    assert "m.gguf names no groups of experts" in caplog.text
