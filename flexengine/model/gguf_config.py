@@ -119,7 +119,7 @@ def _latent(header: Header, given: dict[str, Any]) -> dict[str, Any]:
     newer = "_mla" if "attention.key_length_mla" in given else ""  # where a head has other lengths in llama.cpp's cache
     keys = {"qk_rope_head_dim": "rope.dimension_count", "kv_lora_rank": "attention.kv_lora_rank"}
     keys |= {field: f"attention.{key}_length{newer}" for field, key in (("whole", "key"), ("v_head_dim", "value"))}
-    sizes = {field: given.get(key) for field, key in keys.items()}
+    sizes: dict[str, Any] = {field: given.get(key) for field, key in keys.items()}
     if wrong := [keys[field] for field, value in sizes.items() if type(value) is not int]:
         raise UnsupportedModel(f"{header.path} has no single number as {header.architecture}.{wrong[0]}")
     sizes["qk_nope_head_dim"] = sizes.pop("whole") - sizes["qk_rope_head_dim"]

@@ -55,11 +55,16 @@ def test_gguf_gives_back_the_model_it_was_made_from(tmp_path, family):
     model = tiny_model(family)
     path = write_gguf(tmp_path / "m.gguf", family, gguf_tensors(family, model))
     directory, tensors = prepared_gguf(path), tensors_in(path)
-    assert sum(file.stat().st_size for file in directory.glob("*.safetensors")) < path.stat().st_size / 10
+    # What no file has as it is needed is written again: an up-projection of latent attention; experts as [in, out].
+    share = {"deepseek_v2": 0.2, "deepseek_v3": 0.2, "gpt_oss": 0.9}.get(family, 0.1)
+    assert sum(file.stat().st_size for file in directory.glob("*.safetensors")) < path.stat().st_size * share
     expected = model.state_dict()
     assert set(expected) - set(tensors) == ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, expected[name]), name
+        own = expected[name]
+        if family == "gpt_oss" and "gate_up" in name:  # gates and ups, which alternate in the model, as in the file
+            own = torch.cat([own[..., ::2], own[..., 1::2]], -1)
+        assert torch.equal(tensor, own), name
     again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).eval()
     again.load_state_dict(tensors, strict=False)
     ids = torch.arange(12).reshape(1, 12)

@@ -104,7 +104,7 @@ def test_calls_of_a_module_are_limited(groups: list[tuple[int, int]], decode: in
     if not first:
         return
     records = StateRecords(pages, numbers, decode, prompts)
-    outs = list(module._pieces(lambda x, view: Copying.forward(module, x, view), hidden, records))
+    outs = list(module._pieces(lambda xs, view: Copying.forward(module, *xs, view), (hidden,), records))
     assert torch.equal(torch.cat(outs, 1), hidden)
     sums = [part.sum(0) for part in hidden[0].split(counts)]
     assert torch.equal(module.fields[0].of(pages), torch.stack(sums).flip(0))

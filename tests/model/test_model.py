@@ -218,7 +218,6 @@ def test_index_may_only_name_files_beside_it(tmp_path: Path, shard: Any) -> None
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
-        ("RecurrentGemma", {"hidden_size": 64, "num_hidden_layers": 3}, "keeps state beyond the KV cache"),
         ("XLM", {"emb_dim": 64, "n_layers": 2, "n_heads": 4}, "reads tensor values"),
         ("Reformer", {"is_decoder": True, "axial_pos_embds": False}, "counts positions itself"),
         ("T5", {"d_model": 64, "num_layers": 2}, "encoder-decoder"),

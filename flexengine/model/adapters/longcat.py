@@ -101,7 +101,7 @@ class ChosenExperts:
     def forward(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if hidden.is_meta:
             return torch.zeros_like(hidden)
-        parts = zip(*(x.split(BLOCK) for x in (hidden, chosen, weights)), strict=True)
+        parts = zip(*(torch.split(x, BLOCK) for x in (hidden, chosen, weights)), strict=True)
         return torch.cat([self._sums(*each) for each in parts])
 
     def _sums(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
