@@ -34,8 +34,7 @@ _lock = threading.Lock()  # `marked` patches global state of transformers
 _CHUNKS = "chunks of tokens"  # pattern of a mask by which a token sees the earlier ones of its chunk
 _COUNTED = "it counts positions itself, so rows of a batch cannot be packed"
 _BUFFERS = 1 << 30  # limit in bytes of buffers that no checkpoint holds
-# Families whose modules compute attention, positions or experts themselves, by their adapter as module:name, which is
-# imported on first use.
+# Families whose modules compute attention, positions or experts themselves: by adapter, which is imported on first use.
 _ADAPTED = {
     "flexengine.model.adapters.alibi:adapt": "bloom mpt",
     "flexengine.model.adapters.bart:adapt": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus"
@@ -59,7 +58,6 @@ _ADAPTED = {
 ADAPTERS = {kind: adapter for adapter, kinds in _ADAPTED.items() for kind in kinds.split()}
 _MIXERS = "flexengine.model.mixers"  # imported for models whose layers keep states beside keys and values
 _TABLES = "flexengine.model.tables"  # imported for models with further embeddings whose rows stay in the checkpoint
-_OF_LAYERS = "embed_tokens_per_layer"  # module of a decoder: rows of all layers for each token id
 _STATE_CALLS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
@@ -198,7 +196,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
                 continue
             inside = module_name.startswith(f"{path}.") and number[module] == 1
             large = inside and tensor.numel() >= embedding.weight.numel()
-            if isinstance(module, nn.Embedding) and (large or module_name.endswith(_OF_LAYERS)):
+            if isinstance(module, nn.Embedding) and (large or module_name.endswith("embed_tokens_per_layer")):
                 tables[full] = resolve_name(f"{_TABLES}:table_of")(module, number_of(module_name) if inside else None)
                 continue
             group = layers[number_of(module_name)] if inside else others
