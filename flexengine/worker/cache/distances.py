@@ -3,14 +3,13 @@
 It is plain torch, for each sequence alone, so its results do not depend on the other sequences of a gpu_batch.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from flexengine.kernels.base import AttentionOptions, Kernels
 from flexengine.model.adapters.inkling import ByDistance
 from flexengine.plan.records import ADDED, ADDED_COPIES
+from flexengine.worker.cache.chosen import pieces_of
 from flexengine.worker.cache.tables import Tables
 
 
@@ -31,7 +30,7 @@ def attend(
     """
     (q, k, v), n, first = qkv, len(tables.lengths), 0
     out, window = q.new_empty(q.shape), options.window
-    for count, past, table in _pieces(tables):
+    for count, past, _, table in pieces_of(tables):
         new, low = slice(first, first + count), 0 if window is None else max(0, past - window + 1)
         before = (k[:0], v[:0]) if table is None else _cached(pool, table, low, past)
         keys, values = (torch.cat([x, y[new]]).to(q.dtype) for x, y in zip(before, (k, v), strict=True))
@@ -48,14 +47,6 @@ def attend(
         k, v = (x[n:] if tables.kept is None else x[tables.kept] for x in (k, v))
         kernels.append(k, v, pool, tables.pages[n:], tables.offsets[n:])
     return out[None]
-
-
-def _pieces(tables: Tables) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Yield tokens of each piece, tokens before it, and its page table, in the order of the packed tokens."""
-    for length, table in zip(tables.lengths.tolist(), tables.tables, strict=True):
-        yield 1, length - 1, table if length > 1 else None
-    for p in tables.prompts:
-        yield from [(p.length, p.past, p.table)] * p.rows
 
 
 def _cached(pool: Tensor, table: Tensor, low: int, past: int) -> tuple[Tensor, Tensor]:
