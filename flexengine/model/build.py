@@ -86,8 +86,7 @@ def build_from(config: Any, directory: Path, dtype: torch.dtype, trust_remote_co
             attends = _trial(skeleton, watch)
         adapt = partial(_adapt, model.config) if model.config.model_type in ADAPTERS else None
         others = skeleton.mixing.reasons(attends) if skeleton.mixing else {}
-        words = {False: "its indexer chooses the keys of each token", True: "its scores depend on the distance of keys"}
-        others |= {j: words[hasattr(e.choice, "attends")] for j, e in attends.items() if e.choice and j not in others}
+        others |= {j: event.choice.why for j, event in attends.items() if event.choice and j not in others}
         whole = {j: event for j, event in attends.items() if j not in others}
         skeleton.as_modules = use_native_layers(model, whole, arguments, adapt)
         skeleton.as_modules.update(others)
@@ -274,7 +273,7 @@ def _trial(skeleton: Skeleton, watch: Any) -> dict[int, Attend]:
                 skeleton.added = max(skeleton.added, elements)
             elif event.choice is not None:
                 skeleton.choosing = max(skeleton.choosing, event.choice.positions.shape[1])
-                skeleton.always_chooses |= hasattr(event.choice, "place")  # adapters/deepseek_v4.py
+                skeleton.always_chooses |= hasattr(event.choice, "entry_tokens")  # adapters/deepseek_v4.py
                 skeleton.entry_tokens = getattr(event.choice, "entry_tokens", 0) or skeleton.entry_tokens
             if chunk := getattr(event.mask, "chunk_tokens", None):
                 skeleton.chunk = min(chunk, skeleton.chunk or chunk)

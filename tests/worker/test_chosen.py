@@ -36,7 +36,7 @@ def test_attention_over_chosen_keys(
     torch.manual_seed(0)
     ends = [past + count for past, count in PIECES]
     pages = [-(-end // PAGE) for end in ends]
-    ids = torch.randperm(sum(pages) + 2)[: sum(pages)].int()  # others are read by nobody
+    ids = torch.randperm(sum(pages) + 2)[: sum(pages)].int()  # no sequence reads the other two pages
     owned = torch.split(ids, pages)
     pool = torch.full((sum(pages) + 2, 2, KV_HEADS, PAGE, DIM), torch.nan, dtype=dtype)
     whole = [torch.randn(2, end, KV_HEADS, DIM).to(dtype).float() for end in ends]

@@ -31,9 +31,14 @@ class Compressed(NamedTuple):
     entry_tokens: int = 0  # tokens of an entry, in a layer whose tokens see all entries before them
 
     @property
-    def place(self) -> str:
-        """What computes attention, as module:name."""
+    def attends(self) -> str:
+        """What computes attention over pages, as module:name."""
         return "flexengine.worker.cache.compressed:attend"
+
+    @property
+    def why(self) -> str:
+        """Why layers are not computed by calls of kernels."""
+        return "its indexer chooses the keys of each token"
 
     def attended(self, event: Attend) -> Tensor:
         """Pause for attention, with what is compressed in place of the values. Return its output, [1, tokens, heads,

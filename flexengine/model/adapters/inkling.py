@@ -23,6 +23,7 @@ class ByDistance:
     profiles: Tensor  # [d_rel, extent]
 
     attends: ClassVar[str] = "flexengine.worker.cache.distances:attend"  # computes attention over pages
+    why: ClassVar[str] = "its scores depend on the distance of keys"  # layers are not computed by calls of kernels
 
     @property
     def elements(self) -> int:

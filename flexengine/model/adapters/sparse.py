@@ -35,6 +35,16 @@ class ChosenKeys(NamedTuple):
     keys: Tensor | None  # [tokens, index_head_dim]: keys of the indexer; None in a layer without one
     counts: Tensor | None = None  # int32 [n]: number of `positions` that are seen, if it differs
 
+    @property
+    def attends(self) -> str:
+        """What computes attention over pages, as module:name; "" if all tokens see all keys."""
+        return "flexengine.worker.cache.chosen:attend" if len(self.tokens) else ""
+
+    @property
+    def why(self) -> str:
+        """Why layers are not computed by calls of kernels."""
+        return "its indexer chooses the keys of each token"
+
     def attended(self, event: Attend) -> Tensor:
         """Pause for attention over the chosen keys, with the indexer's keys in further columns of the values. Return
         its output, [1, tokens, heads, value_dim]."""

@@ -119,13 +119,8 @@ class Cache:
         options = AttentionOptions(event.scale, event.window, event.softcap, event.sinks, self.topk, self.model.rounded)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         copy_pages(pool, tables)
-        if function := getattr(event.choice, "attends", None):
+        if event.choice is not None and (function := event.choice.attends):
             return self.restored(resolve_name(function)(self.kernels, options, qkv, pool, tables, event.choice), width)
-        if event.choice is not None and len(event.choice.tokens):
-            out = resolve_name(getattr(event.choice, "place", f"{CHOSEN}:attend"))(
-                self.kernels, options, qkv, pool, tables, event.choice
-            )
-            return self.restored(out, width)
         if n:
             self.kernels.append(k[:n], v[:n], pool, tables.pages[:n], tables.offsets[:n], form)
         if tables.closed is not None:  # load the values that decoding sequences read
