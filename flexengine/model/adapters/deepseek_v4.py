@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
 from flexengine.model.adapters import become
-from flexengine.model.adapters.sparse import MOST_BYTES, Chooses, IndexPages
+from flexengine.model.adapters.sparse import MOST_BYTES, IndexPages, all_keys
 from flexengine.model.forward import Attend, Mix, attend, pause
 
 
@@ -146,14 +146,14 @@ class SeesCompressed:
         where: IndexPages = records.key_pages
         q = indexer.q_b_proj(residual).view(1, hidden.shape[1], -1, indexer.head_dim).transpose(1, 2)
         q = apply_rotary_pos_emb(q, *angles).transpose(1, 2)
-        first, held = 0, _Held(1, self.head_dim)
+        first = 0
         for count, past, prompt, table in where.pieces:
             low, stop, end = first, first + count, max(prompt, past + count)
             if (past + count) // rate <= indexer.index_topk:
                 low, every = stop, torch.arange((past + count) // rate, device=at.device)
                 parts.append(every.expand(count, -1))
             else:
-                whole = Chooses._whole(held, where.pool, past, end, table, keys[:, low:stop])  # type: ignore[arg-type]
+                whole = all_keys(where.pool, (1, self.head_dim), past, end, table, keys[:, low:stop])
                 whole = whole[:, rate - 1 :: rate]
             while low < stop:
                 total = max(prompt, past + low - first + 1) // rate  # of a token after the prompt, those up to it
@@ -175,13 +175,6 @@ class ProjectsGroups:
     def forward(self: Any, x: Tensor) -> Tensor:
         pairs = zip(x.unbind(-2), self.weight.chunk(self.n_groups), strict=True)
         return torch.stack([nn.functional.linear(part.contiguous(), weight) for part, weight in pairs], -2)
-
-
-class _Held(NamedTuple):
-    """Where keys of an indexer are among the values of a layer, as `Chooses` has it."""
-
-    heads: int
-    first: int
 
 
 def adapt(config: Any, model: Any) -> None:

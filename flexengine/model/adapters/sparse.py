@@ -155,15 +155,27 @@ class Chooses:
         return choice
 
     def _whole(self, pool: Tensor, past: int, total: int, table: Tensor | None, keys: Tensor) -> Tensor:
-        """Return the keys of a sequence's tokens, [1, total, index_head_dim]: those in pages, new ones, and zeros."""
-        keys = nn.functional.pad(keys, (0, 0, 0, total - past - keys.shape[1]))
-        if table is None:
-            return keys
-        size, page_tokens, repeated = keys.shape[-1], pool.shape[3], pool.shape[2] // self.heads
-        pages = table[: -(-past // page_tokens)].long()
-        some = pool[:, 1, ::repeated, :, self.first : self.first + columns(size, self.heads)]
-        before = some[pages].transpose(1, 2).reshape(len(pages) * page_tokens, -1)[:past, :size]
-        return torch.cat([before.to(keys.dtype)[None], keys], 1)
+        return all_keys(pool, (self.heads, self.first), past, total, table, keys)
+
+
+def all_keys(pool: Tensor, kept: tuple[int, int], past: int, total: int, table: Tensor | None, keys: Tensor) -> Tensor:
+    """Return the keys of a sequence's tokens, [1, total, size]: those in pages, new ones, and zeros.
+
+    Args:
+        pool: as in `IndexPages`.
+        kept: KV heads whose values have the keys in further columns, and the first of these columns.
+        past: tokens in pages.
+        table: as in `IndexPiece`.
+        keys: of the new tokens, [1, tokens, size].
+    """
+    keys, (heads, first) = nn.functional.pad(keys, (0, 0, 0, total - past - keys.shape[1])), kept
+    if table is None:
+        return keys
+    size, page_tokens, repeated = keys.shape[-1], pool.shape[3], pool.shape[2] // heads
+    pages = table[: -(-past // page_tokens)].long()
+    some = pool[:, 1, ::repeated, :, first : first + columns(size, heads)]
+    before = some[pages].transpose(1, 2).reshape(len(pages) * page_tokens, -1)[:past, :size]
+    return torch.cat([before.to(keys.dtype)[None], keys], 1)
 
 
 class Inherits(nn.Module):
