@@ -151,18 +151,24 @@ def learned(rates: dict[bool, float], turns: int, computing: float = 0.0) -> lis
 
 @pytest.mark.parametrize("best", [True, False])
 def test_the_faster_way_is_learned_and_reviewed(best: bool) -> None:
-    used = learned({best: 2e9, not best: 1.5e9}, 80)
-    assert used[:6].count(best) == 3
-    first, second = (i for i, way in enumerate(used[6:]) if way is not best)
+    used = learned({best: 2e9, not best: 1.5e9}, 90)
+    assert used[:20] == [True] * 16 + [False, True] * 2
+    learning = used[20:].index(best) + 20 if best else 21
+    assert used[:learning].count(False) == 3
+    first, second = (i for i, way in enumerate(used[learning:]) if way is not best)
     assert first in (16, 17)
     assert second - first - 1 in (32, 33)  # twice as many turns later, as nothing changed
     assert used[-10:] == [best] * 10
 
 
 def test_one_turn_of_slow_cached_reads_is_enough() -> None:
-    used = learned({True: 2e9, False: 1e9}, 15)
-    assert used == [True, False] + [True] * 13
-    assert learned({True: 1e9, False: 2e9}, 15)[:6] == [True, False] * 3
+    used = learned({True: 2e9, False: 1e9}, 31)
+    assert used == [True] * 16 + [False] + [True] * 14
+    assert learned({True: 1e9, False: 2e9}, 31)[:21] == [True] * 16 + [False, True, False, True, False]
+
+
+def test_a_short_job_tries_nothing() -> None:
+    assert all(learned({True: 1e9, False: 2e9}, 16))
 
 
 def test_reads_that_nobody_waits_for_are_direct() -> None:
@@ -170,8 +176,8 @@ def test_reads_that_nobody_waits_for_are_direct() -> None:
     direct = FasterWay.TURN / 1e9  # seconds of a turn
     assert all(learned({True: 1e9, False: 2e9}, 40, computing=1.5 * direct))
     used = learned({True: 1e9, False: 2e9}, 40, computing=1.1 * direct)  # nearly as long as reading
-    assert used[:6].count(False) == 3
-    assert used[6:].count(True) == 1  # the review; cached reads leave the reader idle half of the time
+    assert used[:21].count(False) == 3
+    assert used[21:].count(True) == 1  # the review; cached reads leave the reader idle half of the time
 
 
 def test_reads_turn_direct_when_computing_takes_longer() -> None:
@@ -200,6 +206,7 @@ def test_the_way_changes_with_the_disk() -> None:
 def test_both_ways_are_used_for_a_long_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FasterWay, "TURN", 2 * CHUNK)
     monkeypatch.setattr(FasterWay, "BUSY", 0.0)
+    monkeypatch.setattr(FasterWay, "FIRST", 2)
     path, values = tmp_path / "x", some(9 * CHUNK // 4)
     path.write_bytes(values.numpy().tobytes())
     tier, seen = DiskTier("disk", Ledger("disk"), tmp_path), set()
