@@ -17,7 +17,7 @@ from flexengine.worker.cache import Cache, View
 from flexengine.worker.open_model import OpenModel
 
 SEQUENCES, PAST = (1, 8, 16, 64), 15  # of the gpu_batch; cached tokens of each sequence
-WARM, PASSES, SECONDS = 2, 10, 0.12  # passes that do not count: the first finds which layers follow each other
+WARM, PASSES, SECONDS = 2, 10, 0.2  # passes that do not count: the first finds which layers follow each other
 
 
 @torch.no_grad()
