@@ -35,7 +35,8 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, View
 from flexengine.worker.open_model import OpenModel
 
-LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of each decoding sequence; number of these sequences
+LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of each decoding sequence; least number of these sequences
+DECODED = 8192  # least cached tokens of all of them: with 2,048 a call's fixed cost was most of its time
 PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; tokens before a chunk, and of the chunk
 QUICK = (512,), (256,), ()  # the same lengths for a quick measurement
 UNCACHED = 64 << 20  # bytes of KV that decoding reads before it reads the same bytes again
@@ -187,10 +188,11 @@ def _figures(
     yield "call", 1, 0.0, trial.call(1, 15, 1, window)
     apart = not trial.machine.capacity.shared and facts.topk is None
     for home in ("device", "host") if apart else ("device",):
-        for length in (n for n in lengths if n <= most and trial.layers(SEQUENCES, n, home)):
-            seen = SEQUENCES * min(length, window or length) * facts.kv_token
-            what = "decode" if home == "device" else home
-            yield what, length, seen, trial.call(SEQUENCES, length - 1, 1, window, home)
+        what = "decode" if home == "device" else home
+        for length, count in ((n, max(SEQUENCES, DECODED // n)) for n in lengths if n <= most):
+            seen = count * min(length, window or length) * facts.kv_token
+            if trial.layers(count, length, home):
+                yield what, length, seen, trial.call(count, length - 1, 1, window, home)
     for tokens in (n for n in prompts if n <= most):
         yield "prompt", tokens, _flop(facts, 0, tokens, window), trial.call(1, 0, tokens, window)
     for past in (n for n in pasts if n + PIECE <= most):

@@ -13,6 +13,7 @@ use the same terms.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -283,12 +284,15 @@ class Cost:
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-        """Return, by lane, the seconds of work and of waits caused by other lanes (floats or arrays)."""
-        talk = self.slowing(policy)
-        return {
-            lane: seconds + sum(talk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
-            for lane, seconds in used.items()
-        }
+        """Return, by lane, the seconds of work and of waits caused by other lanes (floats or arrays). When all others
+        have ended, a lane has at most its own work left."""
+        talk, ends = self.slowing(policy), dict(used)
+        for lane, other in permutations(used, 2):
+            ends[lane] = ends[lane] + talk.get(lane, {}).get(other, 0.0) * used[other]
+        if len(used) < 3:
+            return ends
+        last = {lane: np.max([ends[other] for other in used if other != lane], axis=0) for lane in used}
+        return {lane: np.minimum(end, used[lane] + last[lane]) for lane, end in ends.items()}
 
     # Prediction for a layout.
 
