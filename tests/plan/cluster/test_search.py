@@ -14,9 +14,9 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cluster.case_costs import price
 from flexengine.plan.cluster.costs import ClusterPlan, Costs, orders
 from flexengine.plan.cluster.devices import Cluster, HandRates
-from flexengine.plan.cluster.job import Shape, batches, shapes
+from flexengine.plan.cluster.job import Model, Shape, batches, shapes
 from flexengine.plan.cluster.program import solve
-from flexengine.plan.cluster.search import Limits, search
+from flexengine.plan.cluster.search import PROGRAM, TRANSFER, Limits, search
 from flexengine.plan.cluster.transfer import transfer
 from flexengine.shell.explain.cluster import cluster_helps
 from flexengine.shell.explain.whatif import MIN_SPEEDUP
@@ -134,6 +134,26 @@ def test_groups_and_theta() -> None:
     careless, careful = (search(replace(made, theta=theta), QUICK).plan for theta in (0.0, 100.0))
     assert careful.priced.harm < careless.priced.harm
     assert careful.priced.seconds > careless.priced.seconds
+
+
+@pytest.mark.parametrize("method", [PROGRAM, TRANSFER])
+def test_no_stage_begins_where_it_cannot(method: str) -> None:
+    """At a layer that sees keys which a layer before chose. No such cut is predicted to be faster."""
+    inherits, plain = frozenset({1, 2, 3, 5, 6, 9, 10}), decoder("toy", 12, 2048, 8192, 32000)
+    model = Model({form: replace(facts, inherits=inherits) for form, facts in plain.facts.items()})
+    for name, devices in SKEWED.items():
+        made = task(devices, model, formats=(None, "int4"), theta=0.01)
+        plan = search(made, replace(QUICK, method=method)).plan
+        assert not inherits & {first for first, _ in plan.layers}, name
+        assert len(plan.layers) > 1
+        assert [j for unit in made.groups for j in unit] == list(range(12))
+        assert plan.priced.cost >= chosen_in(plain, devices).priced.cost * 0.99
+    assert [unit[0] for unit in replace(made, group=3).groups] == [0, 4, 7, 11]
+
+
+def chosen_in(model: Model, devices: Cluster) -> ClusterPlan:
+    """The plan of a model in the formats of the test above, all of whose layers may begin a stage."""
+    return search(task(devices, model, formats=(None, "int4"), theta=0.01), QUICK).plan
 
 
 def test_the_bit_transfer_is_near_the_program() -> None:
