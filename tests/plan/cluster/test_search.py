@@ -136,24 +136,21 @@ def test_groups_and_theta() -> None:
     assert careful.priced.seconds > careless.priced.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [PROGRAM, TRANSFER])
 def test_no_stage_begins_where_it_cannot(method: str) -> None:
-    """At a layer that sees keys which a layer before chose. No such cut is predicted to be faster."""
+    """At a layer that sees keys which a layer before chose. The plan without this limit is at least as good."""
     inherits, plain = frozenset({1, 2, 3, 5, 6, 9, 10}), decoder("toy", 12, 2048, 8192, 32000)
-    model = Model({form: replace(facts, inherits=inherits) for form, facts in plain.facts.items()})
-    for name, devices in SKEWED.items():
-        made = task(devices, model, formats=(None, "int4"), theta=0.01)
+    model, most = Model({form: replace(facts, inherits=inherits) for form, facts in plain.facts.items()}), 0
+    for name in ("fast and slow", "three types", "slow link"):
+        made, free = (task(SKEWED[name], each, formats=(None, "int4"), theta=0.01) for each in (model, plain))
         plan = search(made, replace(QUICK, method=method)).plan
         assert not inherits & {first for first, _ in plan.layers}, name
-        assert len(plan.layers) > 1
         assert [j for unit in made.groups for j in unit] == list(range(12))
-        assert plan.priced.cost >= chosen_in(plain, devices).priced.cost * 0.99
+        assert search(free, QUICK).plan.priced.cost <= plan.priced.cost * 1.01
+        most = max(most, len(plan.layers))
+    assert most > 1
     assert [unit[0] for unit in replace(made, group=3).groups] == [0, 4, 7, 11]
-
-
-def chosen_in(model: Model, devices: Cluster) -> ClusterPlan:
-    """The plan of a model in the formats of the test above, all of whose layers may begin a stage."""
-    return search(task(devices, model, formats=(None, "int4"), theta=0.01), QUICK).plan
 
 
 def test_the_bit_transfer_is_near_the_program() -> None:
