@@ -6,7 +6,6 @@ that a stage streams are read once for each sweep of a cohort. The search takes 
 stage places its weights for a block, and layers move from slow stages to fast ones.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,10 +26,10 @@ from flexengine.plan.search import search
 from flexengine.plan.stages import (
     StagePlan,
     Strategy,
+    even_layers,
     place_weights,
     shape_name,
     stage_facts,
-    stage_layers,
 )
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -164,19 +163,8 @@ class ChainSearch:
         self._placed: dict[tuple[object, ...], Prediction | None] = {}
 
     def even(self) -> list[Range]:
-        """Return the layers of each stage, divided evenly, but that a stage begins at the last layer before that can
-        begin one. Raise InvalidInput if there are fewer such layers than stages."""
-        count, stages, firsts = len(self.model.layers), len(self.machines), list[int]()
-        can = [j for j in range(count) if j not in self.model.inherits]
-        if len(can) < stages <= count:
-            fault = (
-                f"there are {stages} stages, but {len(can)} layers with an indexer, with one of which each must begin"
-            )
-            raise InvalidInput(f"{fault}; give at most {len(can)} stages")
-        for rank in range(stages):
-            number = bisect_right(can, stage_layers(count, rank, stages, None)[0]) - 1
-            firsts.append(min(max(number, rank and firsts[-1] + 1), len(can) - stages + rank))
-        return list(pairwise([*(can[number] for number in firsts), count]))
+        """Return the layers of each stage, divided as by `even_layers`, with its errors."""
+        return even_layers(len(self.model.layers), self.model.inherits, len(self.machines))
 
     def plan(self) -> ChainPlan:
         """Return the plan with which the job ends first.

@@ -3,10 +3,11 @@
 A strategy says which device computes which layers, in which formats. It is also a JSON file."""
 
 import json
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -181,24 +182,41 @@ def stage_facts(facts: ModelFacts, layers: slice, ends: tuple[bool, bool]) -> Mo
     )  # fmt: skip
 
 
-def stage_layers(layers: int, rank: int, stages: int, strategy: Strategy | None) -> tuple[int, int]:
-    """Return the first layer, and the last layer + 1, of a stage. Raise InvalidInput if there are fewer layers than
-    stages, or the strategy is for another number of layers or stages.
+def even_layers(layers: int, inherits: Set[int], stages: int) -> list[tuple[int, int]]:
+    """Return the first layer, and the last layer + 1, of each stage, divided evenly. The first stages get one layer
+    more if need be (FlexGen 1.8). A stage that could not begin at its first layer begins at the last one before that
+    can begin a stage. Raise InvalidInput if there are fewer such layers than stages.
 
     Args:
         layers: layers of the model.
+        inherits: layers that see keys which a layer before chose (`ModelFacts.inherits`); no stage may begin at them.
+        stages: number of stages.
+    """
+    can, firsts = [j for j in range(layers) if j not in inherits], list[int]()
+    if len(can) < stages:
+        have = f"the model has {layers} layers"
+        if stages <= layers:
+            have = f"{len(can)} layers with an indexer, with one of which each must begin"
+        raise InvalidInput(f"there are {stages} stages, but {have}; give at most {len(can)} stages")
+    for rank in range(stages):
+        number = bisect_right(can, rank * (layers // stages) + min(rank, layers % stages)) - 1
+        firsts.append(min(max(number, rank and firsts[-1] + 1), len(can) - stages + rank))
+    return list(pairwise([*(can[number] for number in firsts), layers]))
+
+
+def stage_layers(layers: int, inherits: Set[int], rank: int, stages: int, strategy: Strategy | None) -> tuple[int, int]:
+    """Return the first layer, and the last layer + 1, of a stage. Raise InvalidInput as `even_layers`, or if the
+    strategy is for another number of layers or stages.
+
+    Args:
+        layers: layers of the model.
+        inherits: as for `even_layers`.
         rank: number of the stage.
         stages: number of stages.
-        strategy: names the layers of each stage; None divides them evenly, and the first stages get one layer more if
-            need be (FlexGen 1.8).
+        strategy: names the layers of each stage; None divides them evenly.
     """
     if strategy is None:
-        if stages > layers:
-            raise InvalidInput(
-                f"there are {stages} stages, but the model has {layers} layers; give at most {layers} stages"
-            )
-        first = rank * (layers // stages) + min(rank, layers % stages)
-        return first, first + layers // stages + (rank < layers % stages)
+        return even_layers(layers, inherits, stages)[rank]
     if len(strategy.stages) != stages:
         raise InvalidInput(
             f"the strategy has {len(strategy.stages)} stages, but {stages} processes run; start as many"

@@ -1,7 +1,7 @@
 """An opened model without loaded weights: meta modules, locations of weights, and facts for the planner."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flexengine.model.encoding import Importances
     from flexengine.model.verify import Verifier
 
-Layers = tuple[int, int] | Callable[[int], tuple[int, int]]
+Layers = tuple[int, int] | Callable[[int, Set[int]], tuple[int, int]]
 # What models with lossy switches need, as module:name, which is imported on first use.
 GUESTS = {
     "flash": "flexengine.guests.flash.model:FlashModel",
@@ -375,7 +375,7 @@ def open_model(
     skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
     if layers is not None:
         use_range = resolve_name(GUESTS["range of layers"])
-        use_range(skeleton, layers(len(skeleton.layers)) if callable(layers) else layers)
+        use_range(skeleton, layers(len(skeleton.layers), skeleton.inherits) if callable(layers) else layers)
     assumed = own if isinstance(own, torch.dtype) else torch.float32
     try:
         stored = _assumed(skeleton, assumed) if bare else origins(tensors, skeleton.wanted, skeleton.loading)

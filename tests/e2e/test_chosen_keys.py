@@ -2,6 +2,7 @@
 times `index_topk`; bytes by formula; and what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from flexengine.lossy import Lossy
 from flexengine.model.adapters import sparse
 from flexengine.model.build import build
 from flexengine.model.layer_range import use_range
+from flexengine.plan.stages import stage_layers
+from flexengine.worker.open_model import open_model
 from tests.helpers.chained import chained
 from tests.helpers.families import prompts_of
 from tests.helpers.hybrids import NEW, Hybrid, make_hybrid
@@ -170,6 +173,19 @@ def test_no_stage_begins_with_a_shared_choice(models: Any) -> None:
     skeleton = build(models("glm_moe_dsa").directory, torch.float32)
     with pytest.raises(UnsupportedModel, match="a layer sees the keys that a layer before it chose"):
         use_range(skeleton, (1, 4))
+
+
+@pytest.mark.slow
+def test_even_stages_begin_where_they_can(models: Any) -> None:
+    """Two layers for each stage would begin the second one at layer 2."""
+    known = models("glm_moe_dsa", indexer_types=["full", "full", "shared", "shared"])
+    opened = [
+        open_model(str(known.directory), None, "sim", layers=partial(stage_layers, rank=rank, stages=2, strategy=None))
+        for rank in range(2)
+    ]
+    assert [each.skeleton.layer_range for each in opened] == [(0, 1), (1, 4)]
+    with chained(known.directory, (0, 1, 4), POLICIES["host"], device="sim") as chain:
+        assert [r.token_ids for r in chain.generate(known.rows, GREEDY)] == known.expected
 
 
 @pytest.mark.slow

@@ -1,19 +1,20 @@
-"""plan.stages: gpu_batches of cohorts, and where a stage places its weights."""
+"""plan.stages: layers of even stages, gpu_batches of cohorts, and where a stage places its weights."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
 import pytest
 
-from flexengine.errors import OutOfMemory
+from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.candidates import for_cohorts
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import planned
-from flexengine.plan.stages import place_weights
+from flexengine.plan.stages import even_layers, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from tests.helpers.plans import FLAT, opt
@@ -23,6 +24,28 @@ WEIGHTS = sum(t.held_bytes for t in MODEL.tensors)
 LONG = Workload({(500, 16): 64})
 SEQUENCE = 544 * MODEL.kv_token * len(MODEL.layers)  # bytes of KV pages of one row
 ROOM = 300 << 20  # for all but weights and KV cache
+
+
+@pytest.mark.parametrize(("layers", "inherits", "stages", "firsts"), [
+    (12, (), 4, (0, 3, 6, 9)),
+    (11, (), 4, (0, 3, 6, 9)),  # the first stages get one layer more
+    (12, (3, 6, 7), 4, (0, 2, 5, 9)),
+    (12, (1, 2, 4, 5, 6, 7, 10), 4, (0, 3, 8, 9)),  # 6 is in the run of 3, so that 8 is next
+    (12, range(1, 9), 4, (0, 9, 10, 11)),
+    (12, range(1, 12), 1, (0,)),
+])  # fmt: skip
+def test_even_stages_begin_where_they_can(
+    layers: int, inherits: Iterable[int], stages: int, firsts: tuple[int, ...]
+) -> None:
+    ranges = even_layers(layers, frozenset(inherits), stages)
+    assert ranges == list(zip(firsts, (*firsts[1:], layers), strict=True))
+
+
+def test_no_more_even_stages_than_layers_that_begin_one() -> None:
+    with pytest.raises(InvalidInput, match=r"3 stages, but 2 layers with an indexer, .* give at most 2 stages"):
+        even_layers(12, frozenset(range(1, 11)), 3)
+    with pytest.raises(InvalidInput, match="13 stages, but the model has 12 layers; give at most 12 stages"):
+        even_layers(12, frozenset(), 13)
 
 
 @pytest.mark.parametrize(("policy", "stages", "shape"), [

@@ -23,7 +23,7 @@ from flexengine.plan.lp import SolverFailed
 from flexengine.plan.min_memory import fitting
 from flexengine.plan.placement import ON_DEVICE
 from flexengine.plan.search import Search
-from flexengine.plan.stages import Strategy, block_of, place_weights, stage_layers
+from flexengine.plan.stages import Strategy, block_of, even_layers, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.worker.open_model import OpenModel, Trust, open_model
@@ -112,7 +112,7 @@ class PipelinePlanner(Planner):
                 found, plan = self._chain(workload)
         self._block = plan.policy
         ranges, size = [stage.layers for stage in plan.stages], self.driver.group.size
-        present = self.ranges or [stage_layers(self.core.skeleton.total, rank, size, None) for rank in range(size)]
+        present = self.ranges or even_layers(self.core.skeleton.total, self.core.skeleton.inherits, size)
         now = inf  # seconds with the present layers, under the best block for them
         with suppress(OutOfMemory):
             now = min(max(found.seconds(policy, present)) for policy in (plan.policy, *found.blocks(present)))

@@ -4,7 +4,7 @@ a case with its stages, formats and price, and the strategy that runs it."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, permutations, product
+from itertools import chain, pairwise, permutations, product
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class ClusterTask:
     formats: tuple[Format, ...]  # formats that a layer may have
     harm: Harm  # [layers, formats] harm of each format
     theta: float = 1.0  # seconds per unit of harm
-    group: int = 1  # neighbouring layers that are decided together
+    group: int = 1  # least neighbouring layers that are decided together
 
     @property
     def model(self) -> Model:
@@ -51,9 +51,12 @@ class ClusterTask:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the layers of each unit."""
-        count = len(self.model.kinds)
-        return tuple(tuple(range(j, min(j + self.group, count))) for j in range(0, count, self.group))
+        """Return the layers of each unit. A unit begins where a stage can begin (`plan.stages.even_layers`)."""
+        count, firsts = len(self.model.kinds), list[int]()
+        for j in range(count):
+            if j not in self.model.exact.inherits and (not firsts or j - firsts[-1] >= self.group):
+                firsts.append(j)
+        return tuple(tuple(range(*ends)) for ends in pairwise([*firsts, count]))
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:

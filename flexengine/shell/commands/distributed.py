@@ -99,7 +99,7 @@ def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
             from flexengine.plan.stages import stage_layers
 
             if (layers := named_layers(args.model)) is not None:  # else each stage compares its own
-                stage_layers(layers, 0, stages, args.strategy)
+                stage_layers(layers, frozenset(), 0, stages, args.strategy)
             os.environ[LAUNCHED] = str(stages)
             stack.callback(os.environ.pop, LAUNCHED)
             look = stack.enter_context(local_stages(stages, ["-m", "flexengine", *args.command]))

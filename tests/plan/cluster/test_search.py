@@ -14,9 +14,9 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cluster.case_costs import price
 from flexengine.plan.cluster.costs import ClusterPlan, Costs, orders
 from flexengine.plan.cluster.devices import Cluster, HandRates
-from flexengine.plan.cluster.job import Shape, batches, shapes
+from flexengine.plan.cluster.job import Model, Shape, batches, shapes
 from flexengine.plan.cluster.program import solve
-from flexengine.plan.cluster.search import Limits, search
+from flexengine.plan.cluster.search import PROGRAM, TRANSFER, Limits, search
 from flexengine.plan.cluster.transfer import transfer
 from flexengine.shell.explain.cluster import cluster_helps
 from flexengine.shell.explain.whatif import MIN_SPEEDUP
@@ -134,6 +134,23 @@ def test_groups_and_theta() -> None:
     careless, careful = (search(replace(made, theta=theta), QUICK).plan for theta in (0.0, 100.0))
     assert careful.priced.harm < careless.priced.harm
     assert careful.priced.seconds > careless.priced.seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [PROGRAM, TRANSFER])
+def test_no_stage_begins_where_it_cannot(method: str) -> None:
+    """At a layer that sees keys which a layer before chose. The plan without this limit is at least as good."""
+    inherits, plain = frozenset({1, 2, 3, 5, 6, 9, 10}), decoder("toy", 12, 2048, 8192, 32000)
+    model, most = Model({form: replace(facts, inherits=inherits) for form, facts in plain.facts.items()}), 0
+    for name in ("fast and slow", "three types", "slow link"):
+        made, free = (task(SKEWED[name], each, formats=(None, "int4"), theta=0.01) for each in (model, plain))
+        plan = search(made, replace(QUICK, method=method)).plan
+        assert not inherits & {first for first, _ in plan.layers}, name
+        assert [j for unit in made.groups for j in unit] == list(range(12))
+        assert search(free, QUICK).plan.priced.cost <= plan.priced.cost * 1.01
+        most = max(most, len(plan.layers))
+    assert most > 1
+    assert [unit[0] for unit in replace(made, group=3).groups] == [0, 4, 7, 11]
 
 
 def test_the_bit_transfer_is_near_the_program() -> None:
