@@ -215,6 +215,49 @@ def test_pages_have_columns_for_keys_of_the_indexer(models: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "width"), [("deepseek_v32", 24), ("glm_moe_dsa", 24)])
+def test_bytes_of_each_step(models: Any, kind: str, width: int, tmp_path: Path) -> None:
+    """A step loads the pages before its tokens, with keys of the indexer, and stores those that get tokens. Weights on
+    the disk, and rows of the embedding, are all else that is read: what a job reads that has its cache on the device.
+    Pages of 4 heads of K and V are `width` wide."""
+    known, piece, new = models(kind), 128, 3
+    (prompt,) = prompts_of(602, (1100,))
+    found: dict[tuple[Any, Any], list[Any]] = {}
+    tokens = set[tuple[int, ...]]()
+    for cache, weights in ((K, D), (K, K), (D, K)):
+        steps = found[cache, weights] = list[Any]()
+        options: Any = dict(
+            policy=Policy(1, 1, cache=cache, weights=weights, prefill_tokens=piece), device="sim",
+            on_sweep=lambda _, steps=steps: steps.append(engine.core.traffic()),
+        )  # fmt: skip
+        with Engine(known.directory, offload_dir=tmp_path, **options) as engine:
+            (result,) = engine.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=new, ignore_eos=True))
+            tokens.add(tuple(result.token_ids))
+            if cache == K:
+                (page,), size = engine.layout.page_bytes["disk"], engine.layout.pools["disk"][0].page_tokens
+                layers = engine.core.skeleton.config.num_hidden_layers
+    assert len(tokens) == 1
+    assert page == -(-size * 2 * 4 * width * 4 // 4096) * 4096
+    starts = [*range(0, len(prompt), piece), *range(len(prompt), len(prompt) + new - 1)]
+    ends = [*starts[1:], len(prompt) + new - 1]
+    loads = [layers * page * -(-start // size) for start in starts]
+    stores = [layers * page * (-(-end // size) - start // size) for start, end in zip(starts, ends, strict=True)]
+
+    def each(job: tuple[Any, Any], link: str) -> list[int]:
+        moved = [0, *(step[link] for step in found[job])]
+        return [after - before for before, after in zip(moved, moved[1:], strict=False)]
+
+    for link in ("disk_read", "h2d"):
+        assert each((K, D), link) == loads
+        rest = each((D, K), link)
+        assert [a - b for a, b in zip(each((K, K), link), loads, strict=True)] == rest
+        assert all(rest)
+    for link in ("disk_write", "d2h"):
+        assert each((K, D), link) == each((K, K), link) == stores
+        assert not any(each((D, K), link))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("lossy", "other"), [
     (Lossy(cache="int8"), "a KV cache in int8"), (Lossy(sparse_attention=0.2), "sparse attention of 0.2"),
 ])  # fmt: skip
