@@ -43,7 +43,12 @@ def generate_batch(
         mask[b, width - len(row.prompt_token_ids) :] = 1
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=pad,
+            ids,
+            attention_mask=mask,
+            max_new_tokens=most,
+            min_new_tokens=most,
+            do_sample=False,
+            pad_token_id=pad,
             streamer=steps,
         )
     return [out[b, width : width + row.max_tokens].tolist() for b, row in enumerate(rows)]

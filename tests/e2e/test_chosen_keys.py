@@ -2,6 +2,7 @@
 times `index_topk`; bytes by formula; and what is refused."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def test_bytes_of_each_step(models: Any, kind: str, width: int, tmp_path: Path) 
     """A step loads the pages before its tokens, with keys of the indexer, and stores those that get tokens. Weights on
     the disk, and rows of the embedding, are all else that is read: what a job reads that has its cache on the device.
     Pages of 4 heads of K and V are `width` wide."""
-    known, piece, new = models(kind), 128, 3
+    known, piece, new = models(kind, max_position_embeddings=2048), 128, 3
     (prompt,) = prompts_of(602, (1100,))
     found: dict[tuple[Any, Any], list[Any]] = {}
     tokens = set[tuple[int, ...]]()
@@ -245,7 +246,7 @@ def test_bytes_of_each_step(models: Any, kind: str, width: int, tmp_path: Path) 
 
     def each(job: tuple[Any, Any], link: str) -> list[int]:
         moved = [0, *(step[link] for step in found[job])]
-        return [after - before for before, after in zip(moved, moved[1:], strict=False)]
+        return [after - before for before, after in pairwise(moved)]
 
     for link in ("disk_read", "h2d"):
         assert each((K, D), link) == loads

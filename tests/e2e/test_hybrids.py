@@ -219,8 +219,6 @@ def state_sizes(config: Any) -> tuple[int, ...]:
         return config.intermediate_size * config.conv_kernel * 4, config.intermediate_size * config.state_size * 4
     if kind == "lfm2":
         return (hidden * config.conv_L_cache * 4,)
-    if kind == "minimax":
-        return (config.num_attention_heads * config.head_dim**2 * 4,)
     # conv [inner + 2 groups state, kernel] and S [heads, head_dim, state]
     inner = config.expand * hidden
     conv = (inner + 2 * config.n_groups * config.state_size) * config.conv_kernel * 4
@@ -231,16 +229,14 @@ def state_sizes(config: Any) -> tuple[int, ...]:
 CUTS = {150: (128, 22), 129: (64, 65), 130: (128, 2)}
 
 
-def pages_moved(page_tokens: int, window: int | None) -> tuple[int, int]:
-    """Return how many pages of keys and values a layer loads and stores: those before a piece and of its tokens, with a
-    window those only that a token of the piece, or a later one, sees."""
+def pages_moved(page_tokens: int) -> tuple[int, int]:
+    """Return how many pages of keys and values a layer loads and stores: all before a piece, and those of its tokens."""
     loaded = stored = 0
     for length in LENGTHS:
         past = 0
         for count in (*CUTS.get(length, (length,)), *[1] * (NEW - 1)):
-            seen, later = (max(0, n + 1 - (window or n + 1)) for n in (past, past + count))
-            loaded += -(-past // page_tokens) - seen // page_tokens
-            stored += -(-(past + count) // page_tokens) - max(past, later) // page_tokens
+            loaded += -(-past // page_tokens)
+            stored += -(-(past + count) // page_tokens) - past // page_tokens
             past += count
     return loaded, stored
 
@@ -248,7 +244,7 @@ def pages_moved(page_tokens: int, window: int | None) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("home", "kind"), [
     *(("host", kind) for kind in ("mamba2", "mamba", "rwkv", "xlstm")),
-    *(("disk", kind) for kind in ("mamba2", "mamba", "rwkv", "xlstm", "qwen3_next", "kimi_linear", "lfm2", "minimax")),
+    *(("disk", kind) for kind in ("mamba2", "mamba", "rwkv", "xlstm", "qwen3_next", "kimi_linear", "lfm2")),
 ])  # fmt: skip
 def test_bytes_of_states(hybrids: Any, home: str, kind: str) -> None:
     """Each piece but a prompt's first loads its record, and every piece stores it, once in each layer that has one.
@@ -271,7 +267,7 @@ def test_bytes_of_states(hybrids: Any, home: str, kind: str) -> None:
             assert page == record
             counts = once - len(LENGTHS) + decode, once + decode
         else:
-            counts = pages_moved(pool.page_tokens, group.window)
+            counts = pages_moved(pool.page_tokens)
         loaded += len(group.layers) * page * counts[0]
         stored += len(group.layers) * page * counts[1]
     assert (moved["h2d"], moved["d2h"]) == (loaded, stored)
