@@ -229,8 +229,8 @@ RESIDENT = {
     "more": "a long prompt, a quarter more",
     "jobs in a cgroup": "12 jobs on one engine, in a cgroup of what they were given and a tenth",
     "jobs": "12 jobs on one engine",
-    "states in a cgroup": "48 of 96 sequences with states at once, what their plan takes, in a cgroup of that and a tenth",
-    "states": "48 of 96 sequences with states at once, what their plan takes",
+    "states in a cgroup": "48 of 96 sequences with states, what their plan takes, in a cgroup of that and a tenth",
+    "states": "48 of 96 sequences with states, what their plan takes",
 }
 
 

@@ -230,7 +230,7 @@ CUTS = {150: (128, 22), 129: (64, 65), 130: (128, 2)}
 
 
 def pages_moved(page_tokens: int) -> tuple[int, int]:
-    """Return how many pages of keys and values a layer loads and stores: all before a piece, and those of its tokens."""
+    """Return how many pages of keys and values a layer loads and stores: those before a piece, and of its tokens."""
     loaded = stored = 0
     for length in LENGTHS:
         past = 0
