@@ -84,6 +84,8 @@ class Comparison:
         dtype: dtype in which the peers compute. flexengine computes in fp32 on a CPU, in the checkpoint's dtype on a
             GPU.
         memory: bytes of the cgroup of every side.
+        peer_tokens: tokens of each row that peers generate, of one batch only; their rate for the case follows from the
+            seconds of these steps. None if they compute the case.
         device_mem: bytes of GPU memory.
     """
 
@@ -94,6 +96,7 @@ class Comparison:
     memory: int | None = None
     device: str = "cpu"
     device_mem: str | None = None
+    peer_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ OFFLOAD_LONG = Case("c2", 32, fixed(32), fixed(32))
 SMOKE = Case("smoke", 4, Lengths(3, 9), Lengths(2, 5), peer_batches=(2, 4))
 OFFLOAD_LLAMA = Case("d", 16, fixed(128), fixed(8))
 RESIDENT_LLAMA = Case("e", 16, fixed(128), fixed(16))
-HYBRID_EXPERTS = Case("i", 32, fixed(64), fixed(16))
-HYBRID_MAMBA = Case("j", 32, fixed(64), fixed(16))
+HYBRID_EXPERTS = Case("i", 32, fixed(64), fixed(16), peer_batches=(32, 8))
+HYBRID_MAMBA = Case("j", 32, fixed(64), fixed(16), peer_batches=(16, 8))
 LONG_PROMPTS = Case("f", 8, fixed(1500), fixed(64))
 LONG_CONTEXT = Case("h", 4, fixed(6000), fixed(32))
 GPU_OFFLOAD = Case("g", 32, fixed(256), fixed(16), peer_batches=(32,))
@@ -135,8 +138,8 @@ COMPARISONS = {
         Comparison(
             OFFLOAD_LLAMA, "llama-1.1b", ("accelerate-disk", "airllm", "llama-cpp"), "float16", 16 * 10**8,
         ),
-        Comparison(HYBRID_EXPERTS, "qwen3.5-moe-2.7b", ("accelerate-disk",), "bfloat16", 2 * 10**9),
-        Comparison(HYBRID_MAMBA, "nemotron-h-2.7b", ("accelerate-disk",), "bfloat16", 2 * 10**9),
+        Comparison(HYBRID_EXPERTS, "qwen3.5-moe-2.7b", ("accelerate-disk",), "bfloat16", 2 * 10**9, peer_tokens=3),
+        Comparison(HYBRID_MAMBA, "nemotron-h-2.7b", ("accelerate-disk",), "bfloat16", 2 * 10**9, peer_tokens=3),
         Comparison(RESIDENT_LLAMA, "llama-1.1b", ("transformers",), "float32"),
         Comparison(LONG_PROMPTS, "demo", ("openvino-f32", "openvino-bf16", "openvino")),
         Comparison(LONG_CONTEXT, "demo", ("openvino-f32", "openvino-bf16", "openvino")),

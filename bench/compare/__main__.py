@@ -4,7 +4,8 @@ python -m bench.compare CASE... [--peers NAME...] [--runs 3] [--peer-runs N] [--
     [--peer-python NAME=PATH] [--limit 2.0G | --no-limit] [--dir DIR] [--out compare.jsonl]
 
 Every side is a process of its own. If the case has a memory limit, the process has a cgroup of its own. The checkpoint
-is dropped from the page cache first. Peers with batches try the case's batch sizes once and use the fastest. With each
+is dropped from the page cache first. Peers with batches try the case's batch sizes once and use the fastest; of cases
+that would take them too long they compute one batch and its first tokens, and their rate follows. With each
 run of flexengine the bound is measured (bench/compare/bound.py). A peer that cannot run is skipped; the reason is
 printed and recorded. On a CPU without a memory limit, sides that keep weights in memory compute one token of the first
 row before their time begins: all weights are read then, and flexengine has planned once. One JSON line per case and
@@ -62,10 +63,12 @@ class Peered:
         by_batch: tokens/s of each batch size that was tried.
         runs: records of its runs.
         skipped: why the peer does not run; None if it runs.
+        part: the case, if the peer computes one batch and few tokens of it (`harness.whole_case`).
     """
 
     name: str
     job: Job
+    part: Case | None = None
     versions: Record = field(default_factory=dict)
     by_batch: dict[str, float] = field(default_factory=dict)
     runs: list[Record] = field(default_factory=list)
@@ -74,7 +77,12 @@ class Peered:
     def run(self, plan: Plan, job: Job | None = None) -> Record:
         """Run the peer once, and return the record."""
         module, python = PEERS[self.name].module, plan.pythons.get(self.name, sys.executable)
-        found = harness.run_side(module, job or self.job, plan.peer, python)
+        job = job or self.job
+        if self.part:
+            part = replace(job, requests=job.requests[: job.batch])
+            found = harness.whole_case(harness.run_side(module, part, plan.peer, python), self.part, job.batch)
+        else:
+            found = harness.run_side(module, job, plan.peer, python)
         self.skipped = found.get("skipped")
         return found
 
@@ -289,7 +297,10 @@ def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace
     dtype = peer.dtype or args.peer_dtype or compared.dtype
     if peer.gguf in ("own", "f32") and not demo:
         dtype = SHAPES[compared.model].dtype  # the file's dtype, for any requested dtype
-    return replace(job, dtype=dtype, options=options, policy=None, lossy=None)
+    requests = job.requests
+    if compared.peer_tokens:
+        requests = tuple(replace(each, max_tokens=min(each.max_tokens, compared.peer_tokens)) for each in requests)
+    return replace(job, dtype=dtype, options=options, policy=None, lossy=None, requests=requests)
 
 
 def compare(compared: Comparison, args: argparse.Namespace) -> list[Record]:
@@ -311,7 +322,8 @@ def compare(compared: Comparison, args: argparse.Namespace) -> list[Record]:
             device_mem=args.device_mem or compared.device_mem, policy=harness.load_policy(args.policy),
             warm=memory is None and compared.device == "cpu",
         )  # fmt: skip
-        peers = [Peered(name, peer_job(name, job, compared, args),
+        part = case if compared.peer_tokens else None
+        peers = [Peered(name, peer_job(name, job, compared, args), part,
                         harness.installed(plan.pythons.get(name, sys.executable))) for name in names]  # fmt: skip
         ours = run_case(case, job, peers, plan, args.peer_batches or case.peer_batches)
         return [record(case, compared, plan, variant, peers) for variant in ours]

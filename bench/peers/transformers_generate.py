@@ -12,7 +12,25 @@ from bench.cases import Request
 from bench.harness import Job, needs, report, report_loaded
 
 
-def generate_batch(model: Any, rows: Sequence[Request], pad: int, device: str | None = None) -> list[list[int]]:
+class Steps:
+    """A streamer of `generate`: seconds until the first token of a batch, and of each token after it."""
+
+    def __init__(self) -> None:
+        self.seconds, self.before = list[float](), 0.0
+
+    def put(self, value: Any) -> None:
+        """The prompts come first, then the tokens of each step."""
+        now = time.perf_counter()
+        self.seconds += [now - self.before] if self.before else []
+        self.before = now
+
+    def end(self) -> None:
+        self.before = 0.0
+
+
+def generate_batch(
+    model: Any, rows: Sequence[Request], pad: int, device: str | None = None, steps: Steps | None = None
+) -> list[list[int]]:
     """Generate greedily from left-padded prompts, ignoring EOS. Return the token ids of each row, cut to its requested
     number."""
     import torch
@@ -25,7 +43,13 @@ def generate_batch(model: Any, rows: Sequence[Request], pad: int, device: str | 
         mask[b, width - len(row.prompt_token_ids) :] = 1
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=pad
+            ids,
+            attention_mask=mask,
+            max_new_tokens=most,
+            min_new_tokens=most,
+            do_sample=False,
+            pad_token_id=pad,
+            streamer=steps,
         )
     return [out[b, width : width + row.max_tokens].tolist() for b, row in enumerate(rows)]
 
@@ -47,10 +71,11 @@ def run(job: Job, **load_options: Any) -> None:
         generate_batch(model, job.first().requests, 0, device)
     report_loaded()
     loaded = time.perf_counter()
-    tokens: list[list[int]] = []
+    tokens, steps = list[list[int]](), Steps()
     for first in range(0, len(job.requests), job.batch):
-        tokens += generate_batch(model, job.requests[first : first + job.batch], 0, device)
-    report(tokens, time.perf_counter() - loaded, loaded - start, threads=torch.get_num_threads())
+        tokens += generate_batch(model, job.requests[first : first + job.batch], 0, device, steps)
+    seconds = time.perf_counter() - loaded
+    report(tokens, seconds, loaded - start, threads=torch.get_num_threads(), steps=steps.seconds)
 
 
 if __name__ == "__main__":

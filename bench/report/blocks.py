@@ -229,6 +229,8 @@ RESIDENT = {
     "more": "a long prompt, a quarter more",
     "jobs in a cgroup": "12 jobs on one engine, in a cgroup of what they were given and a tenth",
     "jobs": "12 jobs on one engine",
+    "states in a cgroup": "48 of 96 sequences with states, what their plan takes, in a cgroup of that and a tenth",
+    "states": "48 of 96 sequences with states, what their plan takes",
 }
 
 
@@ -237,7 +239,7 @@ def resident_block(folder: Path = RESULTS) -> str:
     newest = {x["case"]: x for x in records("resident", folder=folder) if not x["quick"]}
     groups: dict[str, list[Record]] = {name: [] for name in RESIDENT}
     for case, record in newest.items():
-        size = "jobs" if record["kind"] == "jobs" else "more" if " of the least" in case else "least"
+        size = record["kind"] if record["kind"] != "prompts" else "more" if " of the least" in case else "least"
         groups[size + " in a cgroup" * ("in a cgroup" in case)].append(record)
     rows = [
         (RESIDENT[name], f"{len(group)}", f"{statistics.median(grown):.2f}", f"{max(grown):.2f}",
@@ -245,7 +247,8 @@ def resident_block(folder: Path = RESULTS) -> str:
         for name, group in groups.items() if (grown := [x["over"] for x in group if x["over"] is not None])
     ]  # fmt: skip
     head = ("jobs", "cases", "growth to what was given, median", "worst", "failed")
-    return table(head, rows) + "\n\nCommand: `python -m bench.resident prompts jobs`"
+    kinds = " ".join(kind for kind in ("prompts", "jobs", "states") if any(x["kind"] == kind for x in newest.values()))
+    return table(head, rows) + f"\n\nCommand: `python -m bench.resident {kinds}`"
 
 
 FAULTS = {

@@ -1,12 +1,13 @@
 """Resident memory of jobs against the memory they were given, with Python's cyclic garbage collector off.
 
-python -m bench.resident jobs prompts [--quick] [--only TEXT] [--out resident.jsonl]
+python -m bench.resident jobs prompts states [--quick] [--only TEXT] [--out resident.jsonl]
 
 jobs: twelve of mixed sizes, one after another on one engine. prompts: twenty models with a few prompts of 2k to 8k
 tokens each, which are computed in pieces; with the least memory that is accepted, with a quarter more, and with the
-least in a cgroup. Each case runs in a process of its own. It fails if the process grows by more than OVER times its
-budget in any job, if a row fails, or if the kernel kills it. Growth counts from where all modules are imported and a
-tiny job has run, since the pages of libraries are code and not data.
+least in a cgroup. states: models whose sequences have states beside keys and values, 48 of 96 at once, with the memory
+that the plan of this policy takes. Each case runs in a process of its own. It fails if the process grows by more than
+OVER times its budget in any job, if a row fails, or if the kernel kills it. Growth counts from where all modules are
+imported and a tiny job has run, since the pages of libraries are code and not data.
 """
 
 import argparse
@@ -16,10 +17,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from bench.harness import Limits, Record, emit, machine, now, run_module, versions
 from bench.limit import why_not
-from bench.models import LlamaShape, OptShape, Shapes, make
+from bench.models import HybridShape, LlamaShape, OptShape, Shapes, make
 
 MB = 10**6
 OVER = 1.1  # most growth, as a multiple of the budget
@@ -227,7 +229,72 @@ def jobs_in_a_row(work: Path, quick: bool) -> Iterator[tuple[str, Setting, bool]
             yield f"{setting.device}, 12 jobs, 4 of them short of memory{where}", replace(setting, short=short), limited
 
 
-KINDS = {"jobs": jobs_in_a_row, "prompts": long_prompts}
+# States of 1 to 9 MB a sequence. Before a model of four layers, one of two runs, which has a layer of each kind.
+_GDN = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_LINEAR, _WIDTH, _FFN = ["linear_attention", "full_attention"], 256, 512
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"num_key_value_heads": 2, "head_dim": 64, **_GDN, "layer_types": _LINEAR},
+    "kimi_linear": {
+        "linear_num_heads": 16, "linear_head_dim": 128, "num_experts": 4, "num_experts_per_token": 2,
+        "moe_intermediate_size": 128, "layer_types": _LINEAR, "q_lora_rank": None, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 64,
+        "mlp_layer_types": ["dense", "sparse"], "pad_token_id": None,
+    },
+    "mamba2": {"num_heads": 64, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 16, "chunk_size": 64},
+    "mamba": {"state_size": 64, "expand": 16, "intermediate_size": 16 * _WIDTH},
+    "minimax": {
+        "num_key_value_heads": 4, "head_dim": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": _LINEAR, "num_attention_heads": 16, "block_size": 64,
+    },
+    "xlstm": {"embedding_dim": 512, "hidden_size": 512, "num_heads": 2, "intermediate_size": None},
+}  # fmt: skip
+STATE_ROWS, STATE_TOKENS = 96, 70
+STATE_POLICY = {"gpu_batch_size": 8, "num_gpu_batches": 6}  # half of the rows at once
+
+
+def with_states(kind: str, layers: int, directory: Path) -> str:
+    """Make a model with states, and return its directory."""
+    fields = {"num_hidden_layers": layers, "intermediate_size": _FFN, **STATES[kind]}
+    for name in ("layer_types", "mlp_layer_types"):
+        if name in fields:
+            fields[name] = fields[name] * (layers // 2)
+    return str(
+        make(HybridShape(layers, _WIDTH, _FFN, 4, 1024, 1024, "float32", model_type=kind, fields=fields), directory)
+    )
+
+
+def planned(setting: Setting) -> Setting:
+    """Return the setting with the memory that its plan takes."""
+    from flexengine import Engine, Policy
+    from flexengine.plan.workload import Workload
+
+    ((prompts, new),) = setting.jobs
+    policy = Policy(**setting.policy or {})
+    with Engine(setting.model, device=setting.device, policy=policy) as engine:
+        layout = engine.plan(Workload.of((n, new) for n in prompts))
+    host = layout.total("host") if setting.device == "sim" else None
+    return replace(setting, device_mem=layout.total("device"), host_mem=host)
+
+
+def many_states(work: Path, quick: bool) -> Iterator[tuple[str, Setting, bool]]:
+    """Yield (name, setting, whether in a cgroup) of sequences whose states take most of what their plan takes."""
+    for kind in list(STATES)[:1] if quick else STATES:
+        model, tiny = (with_states(kind, n, work / f"{kind}-{n}") for n in (4, 2))
+        setting = Setting(model, (((STATE_TOKENS,) * STATE_ROWS, 8),), policy=STATE_POLICY, tiny=tiny)
+        cpu = planned(setting)
+        yield f"{kind}, cpu", cpu, False
+        if why_not() is None:
+            yield f"{kind}, cpu, in a cgroup", cpu, True
+        sim = replace(setting, device="sim", policy={**STATE_POLICY, "cache": (0, 1, 0)})
+        yield f"{kind}, sim", planned(sim), False
+
+
+KINDS = {"jobs": jobs_in_a_row, "prompts": long_prompts, "states": many_states}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

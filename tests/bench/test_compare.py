@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,26 @@ def test_sides_take_turns_with_the_best_batch_of_each_peer(tiny: Path, monkeypat
     assert str(tiny) not in json.dumps(line)
     (row,) = lines_of(json.loads(json.dumps(line)))
     assert command([row]) == "python -m bench.compare smoke --runs 2 --peers transformers"
+
+
+def test_a_peer_may_compute_a_part_of_a_case(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = replace(COMPARISONS["smoke"], peer_tokens=2)
+    asked = list[Any]()
+
+    def side(self: Pretended, name: str, job: Job, *rest: Any) -> Record:
+        asked.append((name, [row.max_tokens for row in job.requests]))
+        return given(self, name, job, *rest) | {"steps": [2.0, 0.5]} if "flex" not in name else given(self, name, job)
+
+    given = Pretended.side
+    monkeypatch.setattr(Pretended, "side", side)
+    monkeypatch.setitem(compare.COMPARISONS, "smoke", part)
+    rates = {"flexengine_side": 10.0, "transformers_generate": 5.0}
+    _, (line,) = run(tiny, monkeypatch, rates, "--runs", "1", "--peers", "transformers", "--peer-batches", "3")
+    new = [tokens for _, tokens in SMOKE.lengths()]
+    assert asked == [("flexengine_side", new), ("transformers_generate", [2] * 3)]
+    rate = sum(new) / sum(2.0 + 0.5 * (max(batch) - 1) for batch in (new[:3], new[3:]))
+    assert line["peers"]["transformers"]["tok_s"]["median"] == pytest.approx(rate)
+    assert line["peers"]["transformers"]["runs"][0]["measured_tok_s"] == 5.0
 
 
 def test_each_choice_of_switches_is_a_record(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import harness, limit
-from bench.cases import GPU, MIXED, OFFLOAD_LONG, OFFLOAD_SHORT, RESIDENT, SMOKE
+from bench.cases import GPU, MIXED, OFFLOAD_LONG, OFFLOAD_SHORT, RESIDENT, SMOKE, Case, fixed
 from bench.compare import bound
 from bench.compare.__main__ import limit_bytes, ratios
 from bench.compare.bound import Question, Way, bounds, question, read_rate, read_rates
@@ -99,6 +99,16 @@ def test_statistics() -> None:
     assert harness.rows_equal({"token_ids": [[1], [2, 3]]}, {"token_ids": [[1], [2, 4]]}) == [1, 2]
     assert harness.rounded({"a": [1.23456, 7], "b": None}) == {"a": [1.235, 7], "b": None}
     assert harness.last_json('noise\n{"a": 1}\nmore') == {"a": 1}
+
+
+def test_a_part_of_a_case_stands_for_the_whole() -> None:
+    case, ran = Case("part", 20, fixed(5), fixed(9)), {"tok_s": 3.0, "steps": [4.0, 1.0, 3.0], "token_ids": [[1, 2]]}
+    found = harness.whole_case(ran, case, 8)
+    # three batches, of 4 s until the first token and 8 further steps of 2 s
+    assert found == {**ran, "measured_tok_s": 3.0, "tok_s": 20 * 9 / 60}
+    assert harness.rows_equal({"token_ids": [[1, 2, 3], [4, 5, 6]]}, found) == [1, 1]
+    assert "how long each step" in harness.whole_case({"tok_s": 3.0}, case, 8)["error"]
+    assert harness.whole_case({"error": "killed"}, case, 8) == {"error": "killed"}
 
 
 def test_ratios_by_round_use_the_peers_median_where_it_did_not_run() -> None:

@@ -3,6 +3,7 @@ times `index_topk`; bytes by formula; and what is refused."""
 
 import json
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,50 @@ def test_pages_have_columns_for_keys_of_the_indexer(models: Any) -> None:
     loaded = sum(-(-n // tokens) for n in range(150, 150 + NEW - 1))
     assert moved["disk_read"] == config.num_hidden_layers * page * loaded
     assert moved["disk_write"] == config.num_hidden_layers * page * (pages[0] + NEW - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "width"), [("deepseek_v32", 24), ("glm_moe_dsa", 24)])
+def test_bytes_of_each_step(models: Any, kind: str, width: int, tmp_path: Path) -> None:
+    """A piece loads the pages before its tokens, with keys of the indexer, and stores those that get tokens. Weights on
+    the disk, and rows of the embedding, are all else that is read: what a job reads that has its cache on the device.
+    Pages of 4 heads of K and V are `width` wide."""
+    known, piece, new = models(kind, max_position_embeddings=2048), 128, 3
+    (prompt,) = prompts_of(601, (1100,))
+    found: dict[tuple[Any, Any], list[Any]] = {}
+    tokens = set[tuple[int, ...]]()
+    for cache, weights in ((K, D), (K, K), (D, K)):
+        steps = found[cache, weights] = list[Any]()
+        options: Any = dict(
+            policy=Policy(1, 1, cache=cache, weights=weights, prefill_tokens=piece), device="sim",
+            on_sweep=lambda _, steps=steps: steps.append(engine.core.traffic()),
+        )  # fmt: skip
+        with Engine(known.directory, offload_dir=tmp_path, **options) as engine:
+            (result,) = engine.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=new, ignore_eos=True))
+            assert result.error is None
+            tokens.add(tuple(result.token_ids))
+            if cache == K:
+                (page,), size = engine.layout.page_bytes["disk"], engine.layout.pools["disk"][0].page_tokens
+                layers = engine.core.skeleton.config.num_hidden_layers
+    assert len(tokens) == 1
+    assert page == -(-size * 2 * 4 * width * 4 // 4096) * 4096
+    pieces, count = [*range(0, len(prompt), piece), len(prompt)], len(prompt)
+    sweeps = [pieces, *([n, n + 1] for n in range(count, count + new - 1))]  # bounds: a sweep has all of a prompt
+    loads = [layers * page * sum(-(-n // size) for n in bounds[:-1]) for bounds in sweeps]
+    stores = [layers * page * sum(-(-end // size) - n // size for n, end in pairwise(bounds)) for bounds in sweeps]
+
+    def each(job: tuple[Any, Any], link: str) -> list[int]:
+        moved = [0, *(step[link] for step in found[job])]
+        return [after - before for before, after in pairwise(moved)]
+
+    for link in ("disk_read", "h2d"):
+        assert each((K, D), link) == loads
+        rest = each((D, K), link)
+        assert sum(each((K, K), link)) - sum(loads) == sum(rest)  # experts may come before their sweep
+        assert all(rest)
+    for link in ("disk_write", "d2h"):
+        assert each((K, D), link) == each((K, K), link) == stores
+        assert not any(each((D, K), link))
 
 
 @pytest.mark.slow

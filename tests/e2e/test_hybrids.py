@@ -202,43 +202,77 @@ def test_a_record_is_not_read_before_it_is_written(hybrids: Any, monkeypatch: py
 
 def state_sizes(config: Any) -> tuple[int, ...]:
     """Return the bytes of each state of a layer and sequence, in fp32."""
-    if config.model_type == "rwkv":  # of the last token's inputs of two blocks, and of three sums
-        return (config.hidden_size * 4,) * 5
-    if config.model_type == "xlstm":  # memory, normalizer and exponent of each head
+    kind, hidden = config.model_type, config.hidden_size
+    if kind == "rwkv":  # of the last token's inputs of two blocks, and of three sums
+        return (hidden * 4,) * 5
+    if kind == "xlstm":  # memory, normalizer and exponent of each head
         key, value = config.qk_head_dim, config.v_head_dim
         return tuple(config.num_heads * size * 4 for size in (key * value, key, 1))
+    if kind == "qwen3_next":  # conv of q, k and v; S of each head of values
+        heads, dim = config.linear_num_value_heads, config.linear_key_head_dim
+        channels = 2 * config.linear_num_key_heads * dim + heads * config.linear_value_head_dim
+        return channels * config.linear_conv_kernel_dim * 4, heads * dim * config.linear_value_head_dim * 4
+    if kind == "kimi_linear":
+        heads, dim = config.linear_num_heads, config.linear_head_dim
+        return 3 * heads * dim * config.linear_conv_kernel_dim * 4, heads * dim * dim * 4
+    if kind == "mamba":
+        return config.intermediate_size * config.conv_kernel * 4, config.intermediate_size * config.state_size * 4
+    if kind == "lfm2":
+        return (hidden * config.conv_L_cache * 4,)
     # conv [inner + 2 groups state, kernel] and S [heads, head_dim, state]
-    inner = config.expand * config.hidden_size
+    inner = config.expand * hidden
     conv = (inner + 2 * config.n_groups * config.state_size) * config.conv_kernel * 4
     return conv, config.num_heads * config.head_dim * config.state_size * 4
 
 
+# Pieces of prompts, cut at multiples of 64: of 128 tokens, and two or more.
+CUTS = {150: (128, 22), 129: (64, 65), 130: (128, 2)}
+
+
+def pages_moved(page_tokens: int) -> tuple[int, int]:
+    """Return how many pages of keys and values a layer loads and stores: those before a piece, and of its tokens."""
+    loaded = stored = 0
+    for length in LENGTHS:
+        past = 0
+        for count in (*CUTS.get(length, (length,)), *[1] * (NEW - 1)):
+            loaded += -(-past // page_tokens)
+            stored += -(-(past + count) // page_tokens) - past // page_tokens
+            past += count
+    return loaded, stored
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mamba2", "rwkv", "xlstm"])
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize(("home", "kind"), [
+    *(("host", kind) for kind in ("mamba2", "mamba", "rwkv", "xlstm")),
+    *(("disk", kind) for kind in ("mamba2", "mamba", "rwkv", "xlstm", "qwen3_next", "kimi_linear", "lfm2")),
+])  # fmt: skip
 def test_bytes_of_states(hybrids: Any, home: str, kind: str) -> None:
-    """Each piece but a prompt's first loads its record, and every piece stores it, once in each layer that has one."""
-    known = hybrids(kind)  # no pages of keys and values
+    """Each piece but a prompt's first loads its record, and every piece stores it, once in each layer that has one.
+    Pages of keys and values of other layers are loaded and stored whole."""
+    known = hybrids(kind)
     cache = H if home == "host" else K
     with Engine(
         known.directory, policy=Policy(4, 2, cache=cache, prefill_tokens=128), device="sim",
         offload_dir=known.directory / "offload",
     ) as engine:  # fmt: skip
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
-        moved = engine.summary.bytes
+        moved, layout = engine.summary.bytes, engine.layout
         config = engine.core.skeleton.config
-        page = engine.layout.page_bytes[home]
     # Each state from a multiple of 64 bytes on
     record = -(-sum(-(-size // 64) * 64 for size in state_sizes(config)) // 4096) * 4096
-    assert page == (record,)
-    pieces = {length: -(-length // 128) for length in LENGTHS} | {129: 2}
-    decode = len(LENGTHS) * (NEW - 1)
-    loads = sum(pieces[n] - 1 for n in LENGTHS) + decode
-    stores = sum(pieces[n] for n in LENGTHS) + decode
-    layers = config.num_hidden_layers
-    assert (moved["h2d"], moved["d2h"]) == (loads * layers * record, stores * layers * record)
+    once, decode = sum(len(CUTS.get(n, (n,))) for n in LENGTHS), len(LENGTHS) * (NEW - 1)
+    loaded = stored = 0
+    for group, page, pool in zip(layout.groups, layout.page_bytes[home], layout.pools[home], strict=True):
+        if group.state:
+            assert page == record
+            counts = once - len(LENGTHS) + decode, once + decode
+        else:
+            counts = pages_moved(pool.page_tokens)
+        loaded += len(group.layers) * page * counts[0]
+        stored += len(group.layers) * page * counts[1]
+    assert (moved["h2d"], moved["d2h"]) == (loaded, stored)
     if home == "disk":
-        assert (moved["disk_read"], moved["disk_write"]) == (moved["h2d"], moved["d2h"])
+        assert (moved["disk_read"], moved["disk_write"]) == (loaded, stored)
 
 
 @pytest.mark.slow
