@@ -135,8 +135,8 @@ class FasterWay:
     cores (which respond late to interrupts) and 2.1 GB/s while both cores computed; cached reads gave 2.4 and 1.8 GB/s.
     So after FIRST turns of TURN bytes of direct reads, each way gets turns until both have LEARN, then the faster way
     is used. A job with few turns would lose more to a slow turn than a faster way gains. One turn of cached reads is
-    enough if direct ones are CLEAR times as fast. After REVIEW turns the slower way gets one turn, and if it is still slower, again after twice as many, up
-    to SELDOM.
+    enough if direct ones are CLEAR times as fast. After REVIEW turns the slower way gets one turn, and if it is still
+    slower, again after twice as many, up to SELDOM.
     """
 
     TURN = 256 << 20  # bytes; readahead reaches its full rate after tens of MB
