@@ -202,8 +202,8 @@ def sentencepiece(path: Path, values: Mapping[str, Any]) -> Any:
 
 
 def _gemma(theirs: Any, given: Mapping[str, Any]) -> Any:
-    """Return what `gemma_tokenizer` of transformers makes of a file without merges, whose search for merges takes four
-    times as long. theirs: its module; given: its arguments."""
+    """Return what `gemma_tokenizer` of transformers makes of a file without merges, whose search for merges takes twice
+    as long. theirs: its module; given: its arguments."""
     from transformers import GemmaTokenizer
 
     texts = ["\u2581" * len(text) if " " in text and not text.strip() else text for text in given["tokens"]]
