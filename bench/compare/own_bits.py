@@ -87,7 +87,9 @@ def main() -> int:
     if "error" in found:
         raise SystemExit(f"{found['error']}\n{found.get('stderr', '')}")
     read = ratios(path, found)
-    head = harness.header("own-bits", {**vars(args), "dir": None}, [found])
+    head = harness.header(
+        "own-bits", {name: x for name, x in vars(args).items() if name not in ("dir", "out")}, [found]
+    )
     line = {"file_bytes": path.stat().st_size, "tok_s": found["generated_tokens"] / found["seconds"], **read}
     harness.emit({**head, **line, "run": harness.brief(found)}, args.out)
     return int(args.disk and (abs(read["engine"] - 1) > MOST or read["kernel"] > 1 + MOST))
