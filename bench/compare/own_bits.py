@@ -79,7 +79,8 @@ def main() -> int:
     args = parser.parse_args()
     shape: LlamaShape = SHAPES[args.shape]  # type: ignore[assignment]
     path = random_q4_k_m(shape, args.dir / f"{args.shape}.Q4_K_M.gguf")
-    case = Case("own bits", args.rows, *(Lengths(n, n) for n in args.lengths))
+    each, out = (Lengths(n, n) for n in args.lengths)
+    case = Case("own bits", args.rows, each, out)
     policy = {"gpu_batch_size": args.rows, "num_gpu_batches": 1, "weights": (0.0, 0.0, 1.0)} if args.disk else None
     job = Job(str(path), tuple(case.requests(shape.vocab)), policy=policy, lossy=args.lossy)
     evict([path])

@@ -231,7 +231,7 @@ def take_written(directory: Path) -> Any:
         return None
     from transformers import PreTrainedTokenizerFast
 
-    def without_file(cls: Any, trust_remote_code: bool = False, tokenizer_file: object = None, **kwargs: Any) -> Any:
+    def without_file(_: Any, /, trust_remote_code: bool = False, tokenizer_file: object = None, **kwargs: Any) -> Any:
         return kwargs
 
     members = {"_tokenizer": backend, "convert_to_native_format": classmethod(without_file)}
