@@ -234,6 +234,7 @@ SHAPES = {
     "opt-13b": OptShape(layers=40, hidden=5120, ffn=20480, heads=40),
     "opt-tiny": OptShape(layers=3, hidden=64, ffn=256, heads=4, vocab=512, positions=128, shard_bytes=100_000),
     "llama-1.1b": LlamaShape(layers=22, hidden=2048, ffn=5632, heads=32),
+    "llama-7b": LlamaShape(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32),
     "llama-0.2b": LlamaShape(layers=16, hidden=1024, ffn=2816, heads=16, kv_heads=2),
     "mistral-0.2b": MistralShape(layers=12, hidden=1024, ffn=3584, heads=8, kv_heads=2, window=256),
     "mixtral-0.3b": MixtralShape(layers=8, hidden=768, ffn=1536, heads=12, kv_heads=4),

@@ -1,14 +1,25 @@
 """Models as GGUF files, for peers that read no other format: the demo model as published, the demo model with the same
-weights in fp32, and random LLaMA checkpoints of bench.models in their own dtype."""
+weights in fp32, random LLaMA checkpoints of bench.models in their own dtype, and random ones in Q4_K_M."""
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from bench.models import LlamaShape
+
+# Where blocks of random bytes get numbers, and which: the weights of norms are 1, and others of either sign.
+_BLOCK_NUMBERS: dict[str, tuple[int, tuple[float, ...]]] = {
+    "F32": (0, (1.0,)),
+    "Q4_K": (0, (1e-4, 7.5e-4)),
+    "Q6_K": (208, (1.5e-5,)),
+}
 
 
 def demo() -> Path:
@@ -76,18 +87,7 @@ def convert(directory: Path, target: Path) -> None:
 
     config = json.loads((directory / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(target, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_rope_freq_base(config.get("rope_theta", 10000.0))
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    writer = _llama_writer(target, config)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     turned: dict[str, Callable[[Any], Any]] = {
@@ -101,6 +101,71 @@ def convert(directory: Path, target: Path) -> None:
                 values = values if values.ndim > 1 else values.astype("float32")  # llama.cpp requires fp32 norms
                 writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
     _write(writer)
+
+
+def _llama_writer(target: Path, config: Mapping[str, Any]) -> Any:
+    """Return a writer with the fields of a LLaMA without a tokenizer. config: content of its config.json."""
+    import gguf
+
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config.get("rope_theta", 10000.0))
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    return writer
+
+
+def random_q4_k_m(shape: LlamaShape, path: Path) -> Path:
+    """Return a LLaMA of random numbers in the types of llama.cpp's Q4_K_M. The file is made once: names and shapes are
+    a converter's, without a tokenizer, and the numbers' deviation is about 0.02."""
+    import gguf
+    import numpy as np
+
+    record = path.with_name(f"{path.name}.json")
+    if path.exists() and record.exists() and record.read_text() == json.dumps(asdict(shape)):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config, rng = shape.config(), np.random.default_rng(shape.seed)
+    writer, names = _llama_writer(path, config), gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.layers)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    tensors = [(name, size, _q4_k_m(name, shape.layers)) for group in shape.groups() for name, size in group.items()]
+    made = {name: math.prod(size) // gguf.GGML_QUANT_SIZES[kind][0] for name, size, kind in tensors}  # blocks
+    for name, size, kind in tensors:
+        nbytes = made[name] * gguf.GGML_QUANT_SIZES[kind][1]
+        writer.add_tensor_info(names.get_name(name, (".weight",)), size, np.dtype("float32"), nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, _, kind in tensors:
+        nbytes = gguf.GGML_QUANT_SIZES[kind][1]
+        blocks = np.frombuffer(rng.bytes(made[name] * nbytes), np.uint8).reshape(-1, nbytes).copy()
+        at, numbers = _BLOCK_NUMBERS[kind.name]
+        numbers_type = np.float32 if kind.name == "F32" else np.float16
+        blocks[:, at:][:, : len(numbers) * numbers_type().nbytes] = np.array(numbers, numbers_type).view(np.uint8)
+        writer.write_tensor_data(blocks)
+    writer.close()
+    record.write_text(json.dumps(asdict(shape)))
+    return path
+
+
+def _q4_k_m(name: str, layers: int) -> Any:
+    """Return the type of a tensor: llama.cpp has 6 bits for the head, and for V and down in half of the layers."""
+    from gguf import GGMLQuantizationType as Kind
+
+    parts = name.split(".")
+    layer = int(parts[2]) if parts[1] == "layers" else 0
+    more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    if "norm" in parts[-2]:
+        return Kind.F32
+    return Kind.Q6_K if parts[0] == "lm_head" or (more and parts[-2] in ("v_proj", "down_proj")) else Kind.Q4_K
 
 
 def _interleaved(rows: Any, heads: int) -> Any:

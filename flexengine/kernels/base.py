@@ -353,6 +353,8 @@ KERNELS = {
     ("flexengine.codec.by_inputs:ByInputs", "cpu"): "flexengine.kernels.encoded:ENCODED",
     ("flexengine.codec.flat_blocks:FlatBlocks", "cpu"): "flexengine.kernels.encoded:ENCODED",
     ("flexengine.codec.packed:Packed", "cuda"): "flexengine.kernels.triton_codes:KERNELS",
+    ("flexengine.codec.scaled:Scaled", "cuda"): "flexengine.kernels.triton_parts:KERNELS",
+    ("flexengine.codec.by_inputs:ByInputs", "cuda"): "flexengine.kernels.triton_parts:KERNELS",
     **{("flexengine.codec.mixed:Mixed", device): "flexengine.kernels.apart:KERNELS" for device in ("cpu", "cuda")},
 }
 

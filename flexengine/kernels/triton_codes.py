@@ -7,6 +7,7 @@ codes as integers for any number of rows. fp32 activations are multiplied by cuB
 as TF32.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flexengine.codec.forms import Form
 from flexengine.codec.packed import ROWS, Packed
 from flexengine.kernels.base import Compute, FormatKernels, Kernels
 from flexengine.kernels.reference import rounded_codes
@@ -62,10 +64,18 @@ def product(
         return out
     if compute == "bf16" and x.dtype == torch.float32:
         x = x.bfloat16().float()
+    return by_decoding(x, form, bias, out, lambda run: dequantize(weight, form, run, x.dtype))
+
+
+def by_decoding(
+    x: Tensor, form: Form, bias: Tensor | None, out: Tensor, dequantized: Callable[[slice], Tensor]
+) -> Tensor:
+    """Return `out` with x @ weight.T + bias. dequantized: returns some rows of the weight in the dtype of x; they begin
+    at a multiple of ROWS."""
     step = max(1, DECODED // (form.columns * x.itemsize) // ROWS) * ROWS
     for low in range(0, form.rows, step):
         run = slice(low, min(form.rows, low + step))
-        columns, decoded = out[:, run], dequantize(weight, form, run, x.dtype).t()
+        columns, decoded = out[:, run], dequantized(run).t()
         if bias is None:
             torch.mm(x, decoded, out=columns)
         else:

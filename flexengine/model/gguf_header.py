@@ -5,7 +5,8 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -193,10 +194,20 @@ def _numbers(data: mmap.mmap, form: str) -> tuple[Any, ...]:
 
 
 def _string(data: mmap.mmap) -> str:
-    (size,) = _numbers(data, "Q")
-    if size > min(_MAX_TEXT_BYTES, len(data) - data.tell()):
-        raise ValueError(f"a string at {data.tell()} has {size} bytes")
-    return data.read(size).decode("utf-8", errors="replace")
+    [text] = _strings(data, 1)
+    return text.decode("utf-8", errors="replace")
+
+
+def _strings(data: mmap.mmap, count: int) -> Iterator[bytes]:
+    """Yield the bytes of the next strings, up to 300,000 of a vocabulary, and then move the position behind them."""
+    at, size_at = data.tell(), struct.Struct("<Q").unpack_from
+    for _ in range(count):
+        begin = at + 8
+        at = begin + size_at(data, at)[0]
+        if at > len(data) or at - begin > _MAX_TEXT_BYTES:
+            raise ValueError(f"a string at {begin} has {at - begin} bytes")
+        yield data[begin:at]
+    data.seek(at)
 
 
 def _value(data: mmap.mmap, kind: int, read_array: bool) -> Any:
@@ -215,10 +226,10 @@ def _value(data: mmap.mmap, kind: int, read_array: bool) -> Any:
     elif element == _STRING:
         if 8 * count > len(data) - data.tell():
             raise ValueError(f"{count} strings at {data.tell()} go beyond the end of the file")
+        texts = _strings(data, count)
         if read_array:
-            return [_string(data) for _ in range(count)]
-        for _ in range(count):
-            data.seek(_numbers(data, "Q")[0], os.SEEK_CUR)
+            return [text.decode("utf-8", errors="replace") for text in texts]
+        deque(texts, 0)
     else:
         raise ValueError(f"array of type {element}")
     return None

@@ -100,6 +100,8 @@ _COMPOSED = {"qwen2", "qwen35", "command-r", "olmo", "mpt"}  # their tokenizers 
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _ENDS = ("eos", "eot", "eom")
+_GEMMA = ("gemma", "gemma2", "gemma3")  # architectures whose merges follow from the order of their tokens
+_written = dict[tuple[int, ...], Any]()  # what `keep_written` was given
 
 
 def end_tokens(path: Path, values: Mapping[str, Any]) -> list[int]:
@@ -182,7 +184,11 @@ def sentencepiece(path: Path, values: Mapping[str, Any]) -> Any:
     parts = {name: values.get(f"tokenizer.{key}") for key, name in theirs.GGUF_TOKENIZER_MAPPING["tokenizer"].items()}
     kind, texts = values["tokenizer.ggml.model"], values["tokenizer.ggml.tokens"]
     given = {name: part for name, part in parts.items() if part is not None}
-    backend, _ = theirs.convert_gguf_tokenizer(str(values["general.architecture"]), given)
+    architecture = str(values["general.architecture"])
+    if kind == "llama" and architecture in _GEMMA and "merges" not in given:
+        backend = _gemma(theirs, given)
+    else:
+        backend, _ = theirs.convert_gguf_tokenizer(architecture, given)
     ids = {short: values.get(f"tokenizer.ggml.{key}_token_id") for key, short in _SPECIAL.items()}
     # A class attribute, as an argument would be copied, which takes a second for the vocabulary of Gemma.
     made = type("TokenizersBackend", (PreTrainedTokenizerFast,), {"_tokenizer": backend})
@@ -193,3 +199,49 @@ def sentencepiece(path: Path, values: Mapping[str, Any]) -> Any:
         chat_template=values.get("tokenizer.chat_template"),
         **{f"{short}_token": texts[number] for short, number in ids.items() if number is not None},
     )
+
+
+def _gemma(theirs: Any, given: Mapping[str, Any]) -> Any:
+    """Return what `gemma_tokenizer` of transformers makes of a file without merges, whose search for merges takes twice
+    as long. theirs: its module; given: its arguments."""
+    from transformers import GemmaTokenizer
+
+    texts = ["\u2581" * len(text) if " " in text and not text.strip() else text for text in given["tokens"]]
+    ids = {text: number for number, text in enumerate(texts)}
+    merges = [
+        (text[:end], text[end:])
+        for text in sorted(ids, key=ids.__getitem__)
+        for end in range(len(text) - 1, 0, -1)
+        if text[:end] in ids and text[end:] in ids
+    ]
+    tokenizer = theirs.add_gguf_special_tokens(GemmaTokenizer(vocab=ids, merges=merges), given)
+    return theirs.set_split_regex(tokenizer, given).backend_tokenizer
+
+
+def keep_written(directory: Path, backend: Any) -> None:
+    """Keep what was written to a directory's tokenizer.json, until `take_written`. backend: of the tokenizers
+    library."""
+    _written[_place(directory)] = backend
+
+
+def take_written(directory: Path) -> Any:
+    """Return transformers' class of tokenizers, for a directory whose tokenizer.json this process has written and
+    nobody has changed, so that it need not be read: 260,000 tokens and their merges take a second. Else None."""
+    if (backend := _written.pop(_place(directory), None)) is None:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    def without_file(_: Any, /, trust_remote_code: bool = False, tokenizer_file: object = None, **kwargs: Any) -> Any:
+        return kwargs
+
+    members = {"_tokenizer": backend, "convert_to_native_format": classmethod(without_file)}
+    return type("TokenizersBackend", (PreTrainedTokenizerFast,), members)
+
+
+def _place(directory: Path) -> tuple[int, ...]:
+    """Return what tells the tokenizer.json of a directory from others, whatever the directory is called."""
+    try:
+        about = (directory / "tokenizer.json").stat()
+    except OSError:
+        return ()
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -59,8 +60,13 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         _check_reader(directory)
     # transformers otherwise prefers mistral-common, if it is installed, to the tokenizer.json beside a tekken.json
     options = {"mistral_format": False} if whole else {}
+    converter: Any = sys.modules.get("flexengine.model.gguf_pre")  # has what this process has just converted
+    made = converter.take_written(directory) if converter else None
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **options)
+        if made:
+            tokenizer: Any = made.from_pretrained(directory)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **options)
     except BaseException as error:
         if not is_fault(error):
             raise

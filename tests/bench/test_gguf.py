@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from bench.compare import gguf_files
+from bench.compare import gguf_files, own_bits
 from bench.demo import plain
-from bench.models import SHAPES, make
+from bench.models import SHAPES, LlamaShape, make
 from flexengine import Engine, SamplingParams
+from flexengine.model.gguf_header import read_header
 from tests.helpers.families import prompts_of, reference
 
 ROWS = prompts_of(512, (5, 17, 1))
@@ -95,3 +96,19 @@ def test_the_demo_model_in_plain_tensors(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
     assert plain(directory) == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == made.st_mtime_ns
+
+
+def test_a_random_q4_k_m_has_llama_cpps_types(tmp_path: Path) -> None:
+    shape = LlamaShape(layers=8, hidden=256, ffn=512, heads=4, vocab=512, kv_heads=2)
+    path = gguf_files.random_q4_k_m(shape, tmp_path / "m.gguf")
+    kinds = {tensor.name: tensor.kind.name for tensor in read_header(path).tensors}
+    more = [n for n in range(8) if kinds[f"blk.{n}.ffn_down.weight"] == kinds[f"blk.{n}.attn_v.weight"] == "Q6_K"]
+    assert more == [0, 3, 6, 7]  # the first and last eighth, and of the others each third one
+    assert (kinds["output.weight"], kinds["token_embd.weight"]) == ("Q6_K", "Q4_K")
+    assert {kinds[f"blk.1.{part}.weight"] for part in ("attn_q", "attn_v", "ffn_up", "ffn_down")} == {"Q4_K"}
+    read = {"summary": {"sweeps": 2, "bytes": {"disk_read": 10**6}}, "read_bytes": 10**7}
+    layers, engine, kernel = own_bits.ratios(path, read).values()
+    assert (round(layers * engine), round(layers * kernel)) == (500_000, 5_000_000)
+    with Engine(str(path), device="cpu") as engine:
+        found = engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [len(row.token_ids) for row in found] == [3]

@@ -9,12 +9,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
 
+from flexengine.codec.by_inputs import ByInputs
 from flexengine.codec.forms import FAMILIES, FORMS, Form, make_form
 from flexengine.codec.gguf_blocks import BLOCKS
+from flexengine.codec.scaled import Scaled
 from flexengine.errors import format_words
 from flexengine.kernels.base import kernels_of
 from flexengine.lossy import WEIGHTS
@@ -67,8 +70,16 @@ class FormRow(NamedTuple):
         form = self.form
         bits = f"{8 * form.nbytes / (form.rows * form.columns):.3g}"
         cpu = "native" if form.in_steps and kernels_of(type(form), "cpu") is not None else "torch"
-        gpu = "Triton" if kernels_of(type(form), "cuda") is not None else "torch"
+        gpu = "Triton" if kernels_of(type(form), "cuda") is not None and _in_triton(form) else "torch"
         return format_words(self.name), bits, self.source, self.verdict, cpu, gpu
+
+
+def _in_triton(form: Form) -> bool:
+    """Whether Triton's kernels read a format that is of a class with such kernels."""
+    if not isinstance(form, Scaled | ByInputs):
+        return True
+    matrix_of = resolve_name("flexengine.kernels.triton_parts:matrix_of")
+    return matrix_of(torch.zeros(form.nbytes, dtype=torch.uint8), form) is not None
 
 
 def form_rows(folder: Path) -> Iterator[FormRow]:

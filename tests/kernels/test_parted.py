@@ -130,6 +130,21 @@ def test_bf16(kernel: Kernels, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_16_bits(kernel: Kernels, name: str) -> None:
+    """Of x, whose dtype the weights are rounded to, at most, and so is the result."""
+    if not kernel.narrow:
+        pytest.skip("these kernels compute in fp32")
+    for rows, columns in shapes(name):
+        form, data, right = case(name, rows, columns)
+        bias = torch.randn(rows)
+        for count in (1, 7, 70):
+            x = torch.randn(count, columns, dtype=torch.bfloat16)
+            expected = x.double() @ right.double().T + bias
+            bound = 2.0**-8 * (expected.abs() + x.abs().double() @ right.abs().double().T) + 1e-6
+            assert ((kernel.product(x, data, form, bias) - expected).abs() <= bound).all(), (rows, count)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_int8(kernel: Kernels, name: str) -> None:
     for rows, columns in shapes(name):
         form, data, right = case(name, rows, columns)

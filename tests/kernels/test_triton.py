@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flexengine.codec.cache import CacheFormat
+from flexengine.codec.forms import make_form
 from flexengine.codec.packed import Groupwise, Packed
 from flexengine.kernels.paged import Room
 
@@ -21,8 +22,10 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from flexengine.kernels import triton_attention as attention  # noqa: E402
 from flexengine.kernels import triton_codes as codes  # noqa: E402
+from flexengine.kernels import triton_parts as parts  # noqa: E402
+from tests.kernels.test_triton_parts import TYPES  # noqa: E402
 
-H100 = GPUTarget("cuda", 90, 32)
+H100, A100 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8"}
 # A choice of the cases that CudaKernels must pass, as an interpreter takes its time.
 ATTENTION = (
@@ -50,6 +53,10 @@ PRODUCTS = (
     "test_encoded.py::TestProduct::test_what_is_not_finite_stays_in_its_row[cuda-5-nan]",
     "test_encoded.py::TestProduct::test_misfits_are_refused",
 )  # fmt: skip
+PARTS = tuple(f"test_parted.py::test_{kind}[cuda-{name}]" for kind in ("fp32", "16_bits") for name in (
+    "fp8-128x128", "nvfp4-16-divides", "mxfp4-32", "w4-128", "w8-128-packedzeros", "gptq4-64-zeros-ordered", "awq4-128",
+))  # fmt: skip
+DECODED = tuple(f"test_triton_parts.py::test_decodes_as_numpy[cuda-{name}]" for name in TYPES)
 
 
 def interpreted(cases: tuple[str, ...]) -> None:
@@ -70,9 +77,9 @@ def interpreted(cases: tuple[str, ...]) -> None:
 
 def compiled(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, divisible: bool = True,
-    spilled: int = 16,
+    spilled: int = 16, target: Any = H100,
 ) -> Any:  # fmt: skip
-    """Return a kernel compiled for an H100, in the variant that a launch with such arguments compiles.
+    """Return a kernel compiled, for an H100 by default, in the variant that a launch with such arguments compiles.
 
     Args:
         types: of its other parameters, as "*fp32" or "i32". All pointers are multiples of 16.
@@ -86,7 +93,7 @@ def compiled(
     aligned = {(p.num,): [["tt.divisibility", 16]] for p in kernel.params
                if types.get(p.name, " ")[0] in kinds and not p.do_not_specialize}  # fmt: skip
     source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in constants.items()}, aligned)
-    found = triton.compile(source, target=H100, options={"num_warps": warps})
+    found = triton.compile(source, target=target, options={"num_warps": warps})
     cubin = Path(os.environ["TRITON_CACHE_DIR"], "kernel.cubin")
     cubin.write_bytes(found.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -100,7 +107,9 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("cases", [ATTENTION, PRODUCTS], ids=["attention", "products"])
+@pytest.mark.parametrize(
+    "cases", [ATTENTION, PRODUCTS, PARTS, DECODED], ids=["attention", "products", "parts", "decoded"]
+)
 def test_interpreted(cases: tuple[str, ...]) -> None:
     interpreted(cases)
 
@@ -160,6 +169,30 @@ def test_products_compile(bits: int, group: int, rows: int, x: str) -> None:
     constants = dict(BITS=bits, GROUP=group, BLOCKS=codes.BLOCKS, TILE=size.rows, INT8=x == "i8", WIDEN=False)
     for divisible in (True, False) if rows == 20 else (True,):
         assert "mma" in compiled(codes.product_kernel, types, constants, 4, divisible).asm["ptx"]
+
+
+PART_NAMES = ("fp8-128x128", "mxfp4-32", "nvfp4-16-divides", "w4-128-packedzeros", "w8-row-signed",
+              "gptq4-128-zeros-ordered", "gptq2-128", "awq4-128")  # fmt: skip
+SCALES = {"f32": "*fp32", "f16": "*fp16", "bf16": "*i16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PART_NAMES)
+@pytest.mark.parametrize(("rows", "target"), [(None, H100), (64, H100), (64, A100)])
+def test_products_with_parts_compile(name: str, rows: int | None, target: Any) -> None:
+    form: Any = make_form(name, 4096, 4096)
+    matrix = parts.matrix_of(torch.zeros(form.nbytes, dtype=torch.uint8), form)
+    assert matrix is not None
+    sizes = ("columns", "stride", "down", "right", "own_stride", "cell_stride", "cells", "rows")
+    types = dict.fromkeys(sizes, "i32") | dict(codes_at="*u8", zeros_at="*u8", groups_at="*i32", factor_at="*fp32")
+    types |= dict(scales_at=SCALES.get(matrix.places.SCALES, "*u8"), out_at="*bf16" if rows is None else "*fp32")
+    constants = parts._constants(matrix.places)
+    if rows is None:
+        compiled(parts.decode_parts, types | dict(first="i32", count="i32"), constants, 4)
+        return
+    types |= dict(x_at="*bf16", count="i32", tiles="i32")
+    constants |= dict(TILE=parts.tiles_of(rows, 4096, 4096)[0], WIDEN=False)
+    assert "mma" in compiled(parts.product_parts, types, constants, 4, target=target).asm["ptx"]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 2048])

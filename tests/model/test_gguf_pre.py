@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import unicodedata
 from pathlib import Path
 
@@ -218,7 +219,9 @@ def test_the_first_space_of_sentencepiece_follows_the_flag(tmp_path, space):
 
     path = write_gguf(tmp_path / "m.gguf", "llama", gguf_tensors("llama", tiny_model("llama")), extra=extra)
     directory = resolve(str(path)).directory
-    tokenizer = load_tokenizer(directory)
+    kept, tokenizer = load_tokenizer(directory), load_tokenizer(directory)  # the second one is read from the file
+    assert kept.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert (kept.init_kwargs, kept("a a<s>")) == (tokenizer.init_kwargs, tokenizer("a a<s>"))
     ids = tokenizer("a a")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁a" if space else "a", "▁a"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a a"
@@ -227,3 +230,16 @@ def test_the_first_space_of_sentencepiece_follows_the_flag(tmp_path, space):
         assert tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
     assert (tokenizer.special_tokens_map, len(tokenizer)) == (theirs.special_tokens_map, len(theirs))
     assert json.loads((directory / "tokenizer.json").read_text())["pre_tokenizer"]["type"] == "Metaspace"
+
+
+def test_the_merges_of_gemma_are_those_that_transformers_finds():
+    theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    drawn = random.Random(0)
+    words = {"".join(drawn.choices("ab▁é", k=drawn.randint(1, 6))) for _ in range(400)}
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "  ", "    ", "[x]"]
+    texts = [*special, *sorted(words, key=lambda word: word[::-1]), "ab", "<ü>"]
+    given = {"tokenizer_type": "llama", "tokens": texts, "token_type": [3] * 5 + [4] * 3 + [1] * len(words) + [1, 3]}
+    backend, _ = theirs.convert_gguf_tokenizer("gemma3", given)
+    ours = gguf_pre._gemma(theirs, given)
+    assert json.loads(ours.to_str()) == json.loads(backend.to_str())
+    assert len(json.loads(ours.to_str())["model"]["merges"]) > 300
