@@ -59,14 +59,11 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     if not whole and "auto_map" not in settings:
         _check_reader(directory)
     # transformers otherwise prefers mistral-common, if it is installed, to the tokenizer.json beside a tekken.json
-    options = {"mistral_format": False} if whole else {}
+    options = {"trust_remote_code": trust_remote_code, **({"mistral_format": False} if whole else {})}
     converter: Any = sys.modules.get("flexengine.model.gguf_pre")  # has what this process has just converted
     made = converter.take_written(directory) if converter else None
     try:
-        if made:
-            tokenizer: Any = made.from_pretrained(directory)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **options)
+        tokenizer: Any = (made or AutoTokenizer).from_pretrained(directory, **({} if made else options))
     except BaseException as error:
         if not is_fault(error):
             raise

@@ -284,15 +284,14 @@ class Cost:
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-        """Return, by lane, the seconds of work and of waits caused by other lanes (floats or arrays). When all others
-        have ended, a lane has at most its own work left."""
+        """Return, by lane, the seconds (floats or arrays) of work and of waits until other lanes end, at the latest."""
         talk, ends = self.slowing(policy), dict(used)
         for lane, other in permutations(used, 2):
             ends[lane] = ends[lane] + talk.get(lane, {}).get(other, 0.0) * used[other]
-        if len(used) < 3:
-            return ends
-        last = {lane: np.max([ends[other] for other in used if other != lane], axis=0) for lane in used}
-        return {lane: np.minimum(end, used[lane] + last[lane]) for lane, end in ends.items()}
+        if len(used) > 2:
+            last = {lane: np.max([ends[other] for other in used if other != lane], axis=0) for lane in used}
+            ends = {lane: np.minimum(end, used[lane] + last[lane]) for lane, end in ends.items()}
+        return ends
 
     # Prediction for a layout.
 

@@ -134,13 +134,12 @@ class FasterWay:
     A probe before the job cannot find the faster way. On one virtual disk, direct reads gave 0.9 to 2.7 GB/s with idle
     cores (which respond late to interrupts) and 2.1 GB/s while both cores computed; cached reads gave 2.4 and 1.8 GB/s.
     So after FIRST turns of TURN bytes of direct reads, each way gets turns until both have LEARN, then the faster way
-    is used. A job with few turns would lose more to a slow turn than a faster way gains. One turn of cached reads is
-    enough if direct ones are CLEAR times as fast. After REVIEW turns the slower way gets one turn, and if it is still
-    slower, again after twice as many, up to SELDOM.
+    is used. One turn of cached reads is enough if direct ones are CLEAR times as fast. After REVIEW turns the slower
+    way gets one turn, and if it is still slower, again after twice as many, up to SELDOM.
     """
 
     TURN = 256 << 20  # bytes; readahead reaches its full rate after tens of MB
-    FIRST, LEARN, REVIEW, SELDOM = 16, 3, 16, 128  # turns
+    FIRST, LEARN, REVIEW, SELDOM = 16, 3, 16, 128  # turns; a short job would lose more to a slow one than it gains
     CLEAR = 1.5  # ratio of rates; where the page cache got new pages, cached reads were 2.5 times as slow
     BUSY = 0.8  # share of the elapsed time
 
@@ -181,11 +180,10 @@ class FasterWay:
 
     def _next(self) -> bool:
         """Return whether the reads of the next turn are direct, if the disk is busy."""
-        if self._turns[True] < self.FIRST:
-            return True
+        early = self._turns[True] < self.FIRST
         clear = self._turns[False] > 0 and self._rates[True] >= self.CLEAR * self._rates[False]
-        if not clear and min(self._turns[False], self._turns[True]) < self.LEARN:
-            return not self.direct
+        if early or (not clear and min(self._turns[False], self._turns[True]) < self.LEARN):
+            return early or not self.direct
         best = self._rates[True] >= self._rates[False]
         if best is not self._best:
             self._best, self._left, self._pause = best, self.REVIEW, self.REVIEW
