@@ -225,8 +225,8 @@ def keep_written(directory: Path, backend: Any) -> None:
 
 
 def take_written(directory: Path) -> Any:
-    """Return transformers' class of tokenizers, for a directory whose tokenizer.json this process has written and
-    nobody has changed, so that it need not be read: 260,000 tokens and their merges take a second. Else None."""
+    """Return a class of transformers that makes the tokenizer of a directory without reading its tokenizer.json; None
+    if this process did not write that file, or the file has changed. Reading 260,000 tokens takes a second."""
     if (backend := _written.pop(_place(directory), None)) is None:
         return None
     from transformers import PreTrainedTokenizerFast

@@ -1,7 +1,6 @@
 """Sparse attention of DeepSeek (DSA): tokens of transformers for every placement, cut and batch, in contexts of many
 times `index_topk`; bytes by formula; and what is refused."""
 
-import json
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,7 @@ from flexengine.plan.stages import stage_layers
 from flexengine.worker.open_model import open_model
 from tests.helpers.chained import chained
 from tests.helpers.families import prompts_of
-from tests.helpers.hybrids import NEW, Hybrid, make_hybrid
+from tests.helpers.hybrids import NEW, Hybrid, hybrid_maker, tokens_after_a_stop
 
 # Layers with experts and without; layers that take the choice of the layer before; layers with a window.
 KINDS = ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text")
@@ -40,15 +39,7 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Hybrid] = {}
-
-    def get(kind: str, **given: Any) -> Hybrid:
-        name = f"{kind} {given}"
-        if name not in made:
-            made[name] = make_hybrid(kind, tmp_path_factory.mktemp(kind), prompts_of(601, LENGTHS), **given)
-        return made[name]
-
-    return get
+    return hybrid_maker(tmp_path_factory, LENGTHS)
 
 
 def run(known: Hybrid, policy: Policy | None, rows: Any = None, device: str = "sim", **options: Any) -> list[Any]:
@@ -193,23 +184,9 @@ def test_even_stages_begin_where_they_can(models: Any) -> None:
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_job_that_broke_off_goes_on(models: Any, kind: str, tmp_path: Path) -> None:
     known = models(kind)
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
-
-    class StopError(Exception):
-        pass
-
-    def stop(progress: Any) -> None:
-        if progress.sweeps == NEW + 2:  # the first block has ended, the second is under way
-            raise StopError
-
-    options: Any = dict(policy=Policy(2, 2, cache=H, schedule="zigzag"), device="sim", offload_dir=tmp_path / "off")
-    with Engine(known.directory, on_sweep=stop, **options) as engine, pytest.raises(StopError):
-        engine.run_job(str(source), str(output), GREEDY)
-    with Engine(known.directory, **options) as engine:
-        engine.run_job(str(source), str(output), GREEDY)
-        assert 0 < engine.summary.rows < len(known.rows)
-    assert [json.loads(line)["token_ids"] for line in output.read_text().splitlines()] == known.expected
+    policy, offload = Policy(2, 2, cache=H, schedule="zigzag"), tmp_path / "off"
+    opened = partial(Engine, known.directory, policy=policy, device="sim", offload_dir=offload)
+    assert tokens_after_a_stop(known, tmp_path, opened) == known.expected
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from flexengine.worker.expert_rows import Experts
 from tests.e2e.test_hybrids import POLICIES
 from tests.helpers.architectures import config_classes
 from tests.helpers.chained import chained
-from tests.helpers.families import LENGTHS, prompts_of
-from tests.helpers.hybrids import NEW, Hybrid, make_hybrid
+from tests.helpers.families import LENGTHS
+from tests.helpers.hybrids import NEW, Hybrid, hybrid_maker
 from tests.helpers.tiny_models import blank_model, make_model, tiny_config
 
 KINDS = ("longcat_flash", "minimax_m3_vl_text", "doge", "hrm_text")
@@ -31,14 +31,7 @@ GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Hybrid] = {}
-
-    def get(kind: str) -> Hybrid:
-        if kind not in made:
-            made[kind] = make_hybrid(kind, tmp_path_factory.mktemp(kind), prompts_of(601, LENGTHS))
-        return made[kind]
-
-    return get
+    return hybrid_maker(tmp_path_factory, LENGTHS)
 
 
 def generated(known: Hybrid, policy: Policy) -> list[Any]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from flexengine.worker.cache.pools import Pools
 from flexengine.worker.expert_rows import Experts
 from tests.helpers.architectures import reload
 from tests.helpers.chained import chained
-from tests.helpers.families import prompts_of
-from tests.helpers.hybrids import KERNELS, KINDS, LENGTHS, NEW, Hybrid, make_hybrid
+from tests.helpers.hybrids import KERNELS, KINDS, LENGTHS, NEW, Hybrid, hybrid_maker, tokens_after_a_stop
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 D, H, K, MIX = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3)
@@ -38,14 +38,7 @@ PIECES = (1, 7, 16, 64, 130)
 
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Hybrid] = {}
-
-    def get(kind: str) -> Hybrid:
-        if kind not in made:
-            made[kind] = make_hybrid(kind, tmp_path_factory.mktemp(kind), prompts_of(601, LENGTHS))
-        return made[kind]
-
-    return get
+    return hybrid_maker(tmp_path_factory, LENGTHS)
 
 
 def run(known: Hybrid, policy: Policy | None, rows: Any = None, device: str = "sim", **options: Any) -> list[Any]:
@@ -298,23 +291,9 @@ def test_experts_are_loaded_once_for_each_layer(hybrids: Any, monkeypatch: pytes
 def test_a_job_that_broke_off_goes_on(hybrids: Any, tmp_path: Path, kind: str) -> None:
     """Rows that had not ended begin anew, with a new record (vllm-metal #488)."""
     known = hybrids(kind)
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
-
-    class StopError(Exception):
-        pass
-
-    def stop(progress: Any) -> None:
-        if progress.sweeps == NEW + 2:  # the first block has ended, the second is under way
-            raise StopError
-
-    options: Any = dict(policy=Policy(2, 2, cache=H, schedule="zigzag"), device="sim", offload_dir=tmp_path / "off")
-    with Engine(known.directory, on_sweep=stop, **options) as engine, pytest.raises(StopError):
-        engine.run_job(str(source), str(output), GREEDY)
-    with Engine(known.directory, **options) as engine:
-        engine.run_job(str(source), str(output), GREEDY)
-        assert 0 < engine.summary.rows < len(known.rows)
-    assert [json.loads(line)["token_ids"] for line in output.read_text().splitlines()] == known.expected
+    policy, offload = Policy(2, 2, cache=H, schedule="zigzag"), tmp_path / "off"
+    opened = partial(Engine, known.directory, policy=policy, device="sim", offload_dir=offload)
+    assert tokens_after_a_stop(known, tmp_path, opened) == known.expected
 
 
 @pytest.mark.slow

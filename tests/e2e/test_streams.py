@@ -1,7 +1,7 @@
 """Several residual streams: hidden states between layers that are wider than a model, on every place and link."""
 
-import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from flexengine.model.checkpoint import ByteRange, origins, read_checkpoint
 from flexengine.plan import records, tables
 from tests.helpers.architectures import config_classes, continuation, reload
 from tests.helpers.chained import chained
-from tests.helpers.families import prompts_of
-from tests.helpers.hybrids import NEW, Hybrid, make_hybrid
+from tests.helpers.hybrids import NEW, Hybrid, hybrid_maker, tokens_after_a_stop
 from tests.helpers.tiny_models import make_model, tiny_config
 
 # Model type: streams, and the shape of hidden states between layers, of n tokens.
@@ -41,14 +40,7 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Hybrid] = {}
-
-    def get(kind: str) -> Hybrid:
-        if kind not in made:
-            made[kind] = make_hybrid(kind, tmp_path_factory.mktemp(kind), prompts_of(601, LENGTHS))
-        return made[kind]
-
-    return get
+    return hybrid_maker(tmp_path_factory, LENGTHS)
 
 
 def opened(known: Hybrid, policy: Policy, **options: Any) -> Engine:
@@ -221,23 +213,8 @@ def test_layers_that_take_more_than_hidden_states_are_no_stage(models: Any) -> N
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_job_that_broke_off_goes_on(models: Any, kind: str, tmp_path: Path) -> None:
     known = models(kind)
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
-
-    class StopError(Exception):
-        pass
-
-    def stop(progress: Any) -> None:
-        if progress.sweeps == NEW + 2:  # the first block has ended, the second is under way
-            raise StopError
-
     policy = Policy(1, 2, weights=H, cache=H, activations=H, prefill_tokens=16)
-    with opened(known, policy, on_sweep=stop) as engine, pytest.raises(StopError):
-        engine.run_job(str(source), str(output), GREEDY)
-    with opened(known, policy) as engine:
-        engine.run_job(str(source), str(output), GREEDY)
-        assert 0 < engine.summary.rows < len(known.rows)
-    assert [json.loads(line)["token_ids"] for line in output.read_text().splitlines()] == known.expected
+    assert tokens_after_a_stop(known, tmp_path, partial(opened, known, policy)) == known.expected
 
 
 @pytest.mark.slow

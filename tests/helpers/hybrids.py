@@ -1,11 +1,16 @@
 """Tiny models with states beside keys and values, one for each kind of state, and the tokens of `transformers`."""
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
+from flexengine import Engine, SamplingParams
 from tests.helpers.architectures import config_classes, continuation, reload
+from tests.helpers.families import prompts_of
 from tests.helpers.tiny_models import make_model, tiny_config
 
 # By model type, what it shows.
@@ -58,3 +63,38 @@ def make_hybrid(kind: str, directory: Path, prompts: list[list[int]], **given: A
         if min(gap for _, gap in found) >= LEAST_GAP:
             return Hybrid(directory, prompts, [tokens for tokens, _ in found])
     raise AssertionError(f"no seed of {kind} gives decisive answers")
+
+
+def hybrid_maker(folders: pytest.TempPathFactory, lengths: Sequence[int]) -> Callable[..., Hybrid]:
+    """Return a function that makes the model of a kind, with these fields of its config, at its first call. lengths:
+    tokens of its prompts."""
+    made: dict[str, Hybrid] = {}
+
+    def get(kind: str, **given: Any) -> Hybrid:
+        name = f"{kind} {given}"
+        if name not in made:
+            made[name] = make_hybrid(kind, folders.mktemp(kind), prompts_of(601, lengths), **given)
+        return made[name]
+
+    return get
+
+
+def tokens_after_a_stop(known: Hybrid, folder: Path, opened: Callable[..., Engine]) -> list[list[int]]:
+    """Return the tokens of a job that is stopped in its second block and run again by another engine, which computes
+    some of the rows. opened: makes an engine whose first block takes NEW sweeps, with more options."""
+    source, output, params = folder / "in.jsonl", folder / "out.jsonl", SamplingParams(max_tokens=NEW, ignore_eos=True)
+    source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
+
+    class StopError(Exception):
+        pass
+
+    def stop(progress: Any) -> None:
+        if progress.sweeps == NEW + 2:  # the first block has ended, the second is under way
+            raise StopError
+
+    with opened(on_sweep=stop) as engine, pytest.raises(StopError):
+        engine.run_job(str(source), str(output), params)
+    with opened() as engine:
+        engine.run_job(str(source), str(output), params)
+        assert 0 < engine.summary.rows < len(known.rows)
+    return [json.loads(line)["token_ids"] for line in output.read_text().splitlines()]
