@@ -35,6 +35,11 @@ def pieces_of(tables: Tables) -> Iterator[IndexPiece]:
         yield from [IndexPiece(p.length, p.past, 0, p.table)] * p.rows
 
 
+def tokens_at_once(pool: Tensor, keys: int) -> int:
+    """Return the tokens of a layer whose K and V, of `keys` keys each, are gathered together. pool: pages of it."""
+    return max(1, MOST_BYTES // (2 * keys * pool[0, 0, :, 0].nbytes))
+
+
 def attend(
     kernels: Kernels,
     options: AttentionOptions,
@@ -67,7 +72,7 @@ def attend(
     if calls:
         kernels.attend_prompts(calls, options)
     places, counts = _places(pool, tables, choice), choice.counts
-    most = max(1, MOST_BYTES // (2 * top * pool[0, 0, :, 0].nbytes))
+    most = tokens_at_once(pool, top)
     for tokens, chosen in zip(torch.split(choice.tokens, most), torch.split(places, most), strict=True):
         own = _gathered(pool, chosen.long())
         numbers = torch.arange(len(own), dtype=torch.int32, device=pool.device).view(len(tokens), -1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexengine.kernels.base import AttentionOptions, Kernels
 from flexengine.model.adapters.deepseek_v4 import Compressed
-from flexengine.worker.cache.chosen import MOST_BYTES, pieces_of
+from flexengine.worker.cache.chosen import pieces_of, tokens_at_once
 from flexengine.worker.cache.tables import Tables
 
 
@@ -27,7 +27,7 @@ def attend(
     written, offset = tables.pages.long() * size + tables.offsets, torch.arange(size, device=pool.device)
     out, first = torch.empty_like(q), 0
     most = choice.positions.shape[1]
-    step = max(1, MOST_BYTES // (2 * most * pool[0, 0, :, 0].nbytes))
+    step = tokens_at_once(pool, most)
     for piece in pieces_of(tables):
         before = written[:0]
         if piece.table is not None:
