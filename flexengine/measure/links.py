@@ -36,6 +36,7 @@ WRITTEN = 128 * MIB  # bytes of this file
 TOUCHED, PAGE = 1536 * MIB, 4096  # bytes of fresh memory for page faults; bytes of a page
 WIDTH = 512  # rows and columns of products that keep the CPU busy
 QUICK_READS, QUICK_SECONDS = (256 * KIB, 4 * MIB), 0.12  # of `quick_reads`
+QUICK_SPILLED, QUICK_SPILL_SECONDS = 32 * MIB, 0.04  # of `quick_spills`
 COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
 TURNS = 4  # turns of all sizes
 FEWEST = 3  # turns whose median one halt of a disk does not decide
@@ -64,7 +65,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str
         for place in disks_of(machine.tiers):
             usable = not (place == DISK and machine.no_offload)
             if usable:
-                links |= _spills(machine, place)
+                links |= _spills(machine, place, SPILLS, SPILLED, SPILL_SECONDS)
             else:  # no plan uses these rates
                 links |= {lane: assumed(machine.kind, machine.capacity).links[lane] for lane in DISK.lanes}
         with readable(machine, checkpoint) as files:
@@ -183,14 +184,16 @@ def _slice(tensor: torch.Tensor, size: int, i: int) -> torch.Tensor:
     return tensor[first : first + size // tensor.itemsize]
 
 
-def _spills(machine: Machine, place: str) -> dict[str, Table]:
-    """Return the rates of writes and reads in the offload directory of a disk.
+def _spills(
+    machine: Machine, place: str, sizes: Sequence[int], most: int, seconds: float, few: bool = False
+) -> dict[str, Table]:
+    """Return the rates of writes and reads in the offload directory of a disk, of which at most `most` bytes are used.
 
     With direct I/O no cache is involved. Without it, the page cache serves jobs as well as this measurement.
     """
     tier = "device" if machine.capacity.shared else "host"
-    sizes = _sizes(SPILLS, min(room(machine, tier), room(machine, place)))
-    total = max(sizes[-1], min(SPILLED, room(machine, place)) // sizes[-1] * sizes[-1])
+    sizes = _sizes(sizes, min(room(machine, tier), room(machine, place)))
+    total = max(sizes[-1], min(most, room(machine, place)) // sizes[-1] * sizes[-1])
     disk = machine.tier(place)
     with Borrowed(machine) as regions:
         spill = regions.take(place, total, WHAT, DTYPE)
@@ -207,9 +210,19 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
         def read(size: int, i: int) -> None:  # only written bytes, as reads of a gap do not reach the disk
             disk.load_all([(_part(spill.part(0, written), size, i), buffer[: size // DTYPE.itemsize])])
 
-        writes = _table(sizes, SPILL_SECONDS, write, machine)
-        reads = _table([int(x) for x, _ in writes], SPILL_SECONDS, read, machine)
+        writes = _table(sizes, seconds, write, machine, few)
+        reads = _table([int(x) for x, _ in writes], seconds, read, machine, few)
         return dict(zip(place_of(place).lanes, (reads, writes), strict=True))
+
+
+def quick_spills(machine: Machine) -> dict[str, Table]:
+    """Return the rates of writes and reads in the offload directories, within a fifth of a second for each; without
+    those of directories that cannot be used or lack the room."""
+    links = dict[str, Table]()
+    for place in disks_of(machine.tiers):
+        if room(machine, place) >= QUICK_SPILLED and not (place == DISK and machine.no_offload):
+            links |= _spills(machine, place, QUICK_READS, QUICK_SPILLED, QUICK_SPILL_SECONDS, few=True)
+    return links
 
 
 def quick_reads(machine: Machine, checkpoint: Sequence[Path]) -> Table:

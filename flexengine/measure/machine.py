@@ -18,7 +18,7 @@ from flexengine.measure import store
 from flexengine.measure.attention import measure_attention
 from flexengine.measure.fused import measure_fused
 from flexengine.measure.kernels import QUICK_SECONDS, measure_crosstalk, measure_forms, measure_kernels, quick_products
-from flexengine.measure.links import WHAT, copies, measure_links, quick_reads
+from flexengine.measure.links import WHAT, copies, measure_links, quick_reads, quick_spills
 from flexengine.measure.model import measure_model, random_weights, time_layers
 from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name
 from flexengine.measure.streaming import measure_delegation, measure_streaming
@@ -146,17 +146,17 @@ def measure_quickly(
 
 @torch.no_grad()
 def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
-    """Return assumed rates, but measured ones of copies to and from the device, of device memory, of reads of the
-    checkpoint and of the engine's own overhead, within a second. `quick_model` adds the model's.
+    """Return assumed rates, but measured ones of copies to and from the device, of device memory, of offload
+    directories, of reads of the checkpoint and of the engine's own overhead, within a second or two. `quick_model` adds
+    the model's.
 
-    These differ by more than ten times between machines, and decide which policy is best. Not measured are offload
-    directories and delegation. A sim machine has the memory and overhead of its CPU, if all of that was measured.
+    These differ by more than ten times between machines, and decide which policy is best. Not measured is delegation. A sim machine has the memory and overhead of its CPU, if all of that was measured.
     The ledgers are unchanged afterwards. Raise OutOfMemory if a tier has no free memory.
     """
     known, cpu = store.unmeasured(machine, opened.dtype), store.computing_rates(machine, opened.dtype)
     own = dict[str, Any]()
     with unnoticed(machine):
-        links = copies(machine, QUICK_SECONDS)
+        links = copies(machine, QUICK_SECONDS) | quick_spills(machine)
         if cpu is None or not cpu.measured:
             copied = _copied(machine)
             sweep, each = sweep_seconds(machine, opened.dtype, QUICK_SECONDS)

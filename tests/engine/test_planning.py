@@ -220,7 +220,7 @@ def test_a_disturbed_measurement_is_made_again_at_the_next_start(
 
 @pytest.mark.slow
 def test_a_sim_machine_computes_at_the_rates_of_its_cpu(families: Any, moments: list[Hardware | None]) -> None:
-    """Its links are measured, and at most as fast as their limits; those of offload directories are assumed."""
+    """Its links are measured, and at most as fast as their limits."""
     directory, links = families("llama").directory, Links(h2d=1e9, disk_read=2e9, disk_write=1e8)
     with Engine(directory, device="cpu") as engine:
         engine.plan(Workload({(8, 8): 1_000_000}))
@@ -234,8 +234,8 @@ def test_a_sim_machine_computes_at_the_rates_of_its_cpu(families: Any, moments: 
     assumed_links = assumed("sim", Capacity(None, None, None, shared=False, staged=False)).links
     assert max(rate for _, rate in known.links["h2d"]) < 1.1e9
     assert known.links["d2h"] != assumed_links["d2h"]
-    assert known.links["disk_read"] == ((1.0, 1.5e9),)
-    assert known.links["disk_write"] == ((1.0, 1e8),)
+    assert max(rate for _, rate in known.links["disk_read"]) < 2.2e9
+    assert 0.5e8 < max(rate for _, rate in known.links["disk_write"]) < 1.1e8
     assert known.name == own.name
     with Engine(directory, device="sim", links=links) as engine:
         engine.plan(Workload({(8, 8): 1_000_000}))

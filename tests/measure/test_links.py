@@ -47,6 +47,24 @@ def test_throttled_links(at: Callable[..., Machine]) -> None:
         assert table[-1][1] >= 0.75 * throttle, name
 
 
+@pytest.mark.usefixtures("clock")
+def test_offload_directories_are_measured_briefly(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that lacks the room, and a directory that cannot be written, are left out."""
+    machine = at("sim", None, Links(disk_read=80 * MB, disk_write=40 * MB, more_disks=((None, 20 * MB),)), disks=2)
+    before, began = books(machine), time.perf_counter()
+    with links.unnoticed(machine):
+        found = links.quick_spills(machine)
+    assert books(machine) == before
+    assert time.perf_counter() - began < 6.0  # of 4 MiB at 20 MB/s, too
+    for lane, throttle in dict(disk_read=80 * MB, disk_write=40 * MB, disk2_write=20 * MB).items():
+        assert throttle * 0.75 <= found[lane][-1][1] <= throttle * 1.001, lane
+    monkeypatch.setattr(links, "QUICK_SPILLED", links.room(machine, "disk2") + 1)
+    assert not links.quick_spills(machine)
+    monkeypatch.undo()
+    monkeypatch.setattr(type(machine), "no_offload", "read-only")
+    assert set(links.quick_spills(machine)) == {"disk2_read", "disk2_write"}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("clock")
 def test_every_disk_has_rates_of_its_own(at: Callable[..., Machine]) -> None:
