@@ -150,8 +150,9 @@ def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
     directories, of reads of the checkpoint and of the engine's own overhead, within a second or two. `quick_model` adds
     the model's.
 
-    These differ by more than ten times between machines, and decide which policy is best. Not measured is delegation. A sim machine has the memory and overhead of its CPU, if all of that was measured.
-    The ledgers are unchanged afterwards. Raise OutOfMemory if a tier has no free memory.
+    These differ by more than ten times between machines, and decide which policy is best. Not measured is delegation. A
+    sim machine has the memory and overhead of its CPU, if all of that was measured. The ledgers are unchanged
+    afterwards. Raise OutOfMemory if a tier has no free memory.
     """
     known, cpu = store.unmeasured(machine, opened.dtype), store.computing_rates(machine, opened.dtype)
     own = dict[str, Any]()
