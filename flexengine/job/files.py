@@ -4,6 +4,7 @@ Streams are standard input and output, pipes, devices, and open files (such as /
 """
 
 import errno
+import io
 import os
 import re
 import shutil
@@ -45,6 +46,13 @@ def stdout_is_open() -> bool:
     except OSError as error:
         return error.errno != errno.EBADF  # None: a stream without a number, such as one in memory; ENOSPC: /dev/full
     return True
+
+
+def whole_stdout() -> BinaryIO:
+    """Return standard output for bytes, of which each write takes all. With PYTHONUNBUFFERED, Python's own stream
+    writes fewer bytes to a pipe if a signal arrives meanwhile: the first Ctrl-C of a job, or `fg` after Ctrl-Z."""
+    stream = sys.stdout.buffer
+    return open(stream.fileno(), "wb", closefd=False) if isinstance(stream, io.RawIOBase) else stream
 
 
 PathName = str | os.PathLike[str] | None

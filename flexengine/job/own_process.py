@@ -19,10 +19,11 @@ def started(
         stdin, stderr: as for `subprocess.Popen`.
         environment: variables beside those of this process.
     """
-    # A session of its own gets no Ctrl-C. Not the current directory but sys.path is searched for modules.
+    # A session of its own gets no Ctrl-C. Not the current directory but sys.path is searched for modules. Its output is
+    # buffered: see `files.whole_stdout`.
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""} | environment,
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=stderr,

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import os
-import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 from flexengine.activity import activity, advance, message
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, size
-from flexengine.job.files import descriptor, explained, file_state, full_disk, size_of, whole_file
+from flexengine.job.files import descriptor, explained, file_state, full_disk, size_of, whole_file, whole_stdout
 from flexengine.job.inputs import InputRows
 from flexengine.job.journal import DONE, FAILED, Journal
 from flexengine.job.manifest import INPUT_DIGEST, Manifest
@@ -118,7 +117,7 @@ class PrintedJob(JobStore):
 
     def __enter__(self) -> "PrintedJob":
         if self._output is None:
-            self._file: BinaryIO = sys.stdout.buffer
+            self._file: BinaryIO = whole_stdout()
             return self
         try:
             number = descriptor(self._output)  # opening an open file by name would begin it anew, and empty it

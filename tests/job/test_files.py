@@ -1,12 +1,27 @@
 """No file of a job is written over, and files appear complete or not at all."""
 
 import errno
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from flexengine.errors import InvalidInput
 from flexengine.job.files import check_model_kept, check_not_overwritten, write_whole
+from flexengine.job.own_process import started
+
+WRITER = """
+import signal
+from flexengine.job.files import whole_stdout
+signal.signal(signal.SIGUSR1, lambda *_: None)
+out = whole_stdout()
+out.write(b"x" * 2_000_000)
+out.flush()
+"""
 
 
 @pytest.mark.parametrize(("read", "written", "pair"), [
@@ -69,3 +84,31 @@ def test_a_failed_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (caught.value.errno, caught.value.filename) == (number, str(path))
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
     assert path.read_text() == "old"
+
+
+def _signalled(process: "subprocess.Popen[bytes]") -> bytes:
+    """Return the output of a process that gets signals while it writes to a full pipe."""
+    assert process.stdout is not None
+    start = process.stdout.read(1)
+    for number in (signal.SIGUSR1, signal.SIGSTOP, signal.SIGCONT):
+        time.sleep(0.1)  # it waits for the pipe
+        process.send_signal(number)
+    rest = process.stdout.read()
+    assert process.wait() == 0
+    process.stdout.close()
+    return start + rest
+
+
+def test_a_signal_takes_no_bytes_of_an_unbuffered_output() -> None:
+    """Python's own stream would write about 65 kB, the size of a pipe."""
+    command = [sys.executable, "-u", "-c", WRITER]
+    assert len(_signalled(subprocess.Popen(command, stdout=subprocess.PIPE))) == 2_000_000
+
+
+def test_output_of_a_process_of_its_own_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "writes_much.py").write_text(WRITER.replace("whole_stdout()", "__import__('sys').stdout.buffer"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    with open(os.devnull, "rb") as null:
+        process = started("writes_much", stdin=null, stderr=subprocess.DEVNULL)
+        assert len(_signalled(process)) == 2_000_000
