@@ -225,7 +225,7 @@ def state_sizes(config: Any) -> tuple[int, ...]:
     return conv, config.num_heads * config.head_dim * config.state_size * 4
 
 
-# Pieces of prompts, cut at multiples of 64: of 128 tokens, and two or more. Those of MiniMax, in blocks of 256, are whole.
+# Pieces of prompts, cut at multiples of 64: of 128 tokens, and two or more. MiniMax, in blocks of 256, cuts none.
 CUTS = {150: (128, 22), 129: (64, 65), 130: (128, 2)}
 
 
