@@ -226,7 +226,7 @@ def state_sizes(config: Any) -> tuple[int, ...]:
 
 
 # Pieces of prompts, cut at multiples of 64: of 128 tokens, and two or more. MiniMax, in blocks of 256, cuts none.
-CUTS = {150: (128, 22), 129: (64, 65), 130: (128, 2)}
+CUTS: dict[int, tuple[int, ...]] = {150: (128, 22), 129: (64, 65), 130: (128, 2)}
 
 
 def pages_moved(page_tokens: int, window: int | None, cuts: dict[int, tuple[int, ...]]) -> tuple[int, int]:

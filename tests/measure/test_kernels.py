@@ -94,7 +94,7 @@ def test_crosstalk_of_undisturbed_turns(
     slowed = iter([8.0, 1.0, 5.0, 9.0, 3.0, 2.0, 7.0, 1.0, 1.0, 6.0, 1.0, 4.0, 4.0, 4.0, 4.0, 4.0])
     monkeypatch.setattr(kernels, "timed", lambda *_: (next(slowed), 10))
     monkeypatch.setattr(kernels, "beside", lambda _, __, work: (10 / next(slowed), work()))
-    monkeypatch.setattr(kernels.time, "sleep", lambda _: None)
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(sleep=lambda _: None))
     assert kernels._slowdowns(at("cpu", 100 * MB), ("device", "h2d"), {}, quick) == (1.0, 1.0)
 
 
