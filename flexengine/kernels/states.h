@@ -368,7 +368,10 @@ void convolve_token(const Conv& a, float* state, int64_t token, int64_t first, i
     }
     if (!a.silu) return;
     int64_t e = 0;
-    for (; e + W <= n; e += W) vstore(out + e, silu(vload(out + e)));
+    for (; e + W <= n; e += W) {
+        UNROLL for (int j = 0; j < COLUMNS; j++) __builtin_prefetch(s + (n + e) * COLUMNS + j * W, 1);  // of the next channels
+        vstore(out + e, silu(vload(out + e)));
+    }
     for (float part[W]; e < n; e += W) {
         vstore(part, silu(vload_part(out + e, int(n - e))));
         memcpy(out + e, part, (n - e) * sizeof(float));

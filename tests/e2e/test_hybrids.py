@@ -212,25 +212,35 @@ def state_sizes(config: Any) -> tuple[int, ...]:
         return config.intermediate_size * config.conv_kernel * 4, config.intermediate_size * config.state_size * 4
     if kind == "lfm2":
         return (hidden * config.conv_L_cache * 4,)
+    if kind == "minimax":  # sums of products of keys and values
+        return (config.num_attention_heads * config.head_dim**2 * 4,)
+    if kind == "recurrent_gemma":  # columns before the next token's, and a number of each channel
+        return config.lru_width * (config.conv1d_width - 1) * 4, config.lru_width * 4
+    if kind == "inkling_text":  # convs of keys, of values, and after two blocks
+        keys = config.num_key_value_heads * config.head_dim
+        return tuple(channels * config.conv_kernel_size * 4 for channels in (keys, keys, hidden, hidden))
     # conv [inner + 2 groups state, kernel] and S [heads, head_dim, state]
     inner = config.expand * hidden
     conv = (inner + 2 * config.n_groups * config.state_size) * config.conv_kernel * 4
     return conv, config.num_heads * config.head_dim * config.state_size * 4
 
 
-# Pieces of prompts, cut at multiples of 64: of 128 tokens, and two or more.
-CUTS = {150: (128, 22), 129: (64, 65), 130: (128, 2)}
+# Pieces of prompts, cut at multiples of 64: of 128 tokens, and two or more. MiniMax, in blocks of 256, cuts none.
+CUTS: dict[int, tuple[int, ...]] = {150: (128, 22), 129: (64, 65), 130: (128, 2)}
 
 
-def pages_moved(page_tokens: int) -> tuple[int, int]:
-    """Return how many pages of keys and values a layer loads and stores: those before a piece, and of its tokens."""
+def pages_moved(page_tokens: int, window: int | None, cuts: dict[int, tuple[int, ...]]) -> tuple[int, int]:
+    """Return how many pages of keys and values a layer loads and stores: those before a piece that its tokens see, and
+    those of its tokens that later ones see. window: tokens that each of them sees; None for all."""
     loaded = stored = 0
     for length in LENGTHS:
         past = 0
-        for count in (*CUTS.get(length, (length,)), *[1] * (NEW - 1)):
-            loaded += -(-past // page_tokens)
-            stored += -(-(past + count) // page_tokens) - past // page_tokens
-            past += count
+        for count in (*cuts.get(length, (length,)), *[1] * (NEW - 1)):
+            end = past + count
+            first, kept = (0, 0) if window is None else (max(0, past + 1 - window), max(0, end + 1 - window))
+            loaded += -(-past // page_tokens) - min(first, past) // page_tokens
+            stored += -(-end // page_tokens) - max(past, min(kept, end - 1)) // page_tokens
+            past = end
     return loaded, stored
 
 
@@ -238,6 +248,7 @@ def pages_moved(page_tokens: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("home", "kind"), [
     *(("host", kind) for kind in ("mamba2", "mamba", "rwkv", "xlstm")),
     *(("disk", kind) for kind in ("mamba2", "mamba", "rwkv", "xlstm", "qwen3_next", "kimi_linear", "lfm2")),
+    *(("disk", kind) for kind in ("minimax", "recurrent_gemma", "inkling_text")),
 ])  # fmt: skip
 def test_bytes_of_states(hybrids: Any, home: str, kind: str) -> None:
     """Each piece but a prompt's first loads its record, and every piece stores it, once in each layer that has one.
@@ -253,14 +264,15 @@ def test_bytes_of_states(hybrids: Any, home: str, kind: str) -> None:
         config = engine.core.skeleton.config
     # Each state from a multiple of 64 bytes on
     record = -(-sum(-(-size // 64) * 64 for size in state_sizes(config)) // 4096) * 4096
-    once, decode = sum(len(CUTS.get(n, (n,))) for n in LENGTHS), len(LENGTHS) * (NEW - 1)
+    cuts = {} if kind == "minimax" else CUTS
+    once, decode = sum(len(cuts.get(n, (n,))) for n in LENGTHS), len(LENGTHS) * (NEW - 1)
     loaded = stored = 0
     for group, page, pool in zip(layout.groups, layout.page_bytes[home], layout.pools[home], strict=True):
         if group.state:
             assert page == record
             counts = once - len(LENGTHS) + decode, once + decode
         else:
-            counts = pages_moved(pool.page_tokens)
+            counts = pages_moved(pool.page_tokens, group.window, cuts)
         loaded += len(group.layers) * page * counts[0]
         stored += len(group.layers) * page * counts[1]
     assert (moved["h2d"], moved["d2h"]) == (loaded, stored)
