@@ -214,19 +214,20 @@ struct Fp8 {
         vp x[8], bad = qset(0);
         load_eight(at, 0, x);
         UNROLL for (int i = 0; i < 8; i++) bad = qor(bad, qadd(qand(x[i], 0x7f7f7f7f), qset(0x01010101)));
-        vf big[2];
+        vf big[2], factor[2];
         UNROLL for (int half = 0; half < 2; half++) {
-            big[half] = vmul(scale[half], vset(0x1p120f));  // finite for scales below 2^7
-            bad = qor(bad, qadd(qand((vp)scale[half], 0x7fffffff), qset(0x3d000000)));
+            factor[half] = put.factor(scale[half]);
+            big[half] = vmul(factor[half], vset(0x1p120f));  // finite for factors below 2^7
+            bad = qor(bad, qadd(qand((vp)factor[half], 0x7fffffff), qset(0x3d000000)));
         }
-        if (__builtin_expect(qany(bad, 0x80808080), 0)) return rare(at, scale[0], scale[1], put);
+        if (__builtin_expect(qany(bad, 0x80808080), 0)) return rare(at, factor[0], factor[1], put);
         UNROLL for (int i = 0; i < 8; i++) {
             vf y[4];
             UNROLL for (int e = 0; e < 4; e++) y[e] = vmul(small_e4m3(x[i], 8 * e), big[i / 4]);
             put.store(4 * i, y);
         }
     }
-    // Does the same for codes that are NaN, and any scales.
+    // Does the same for codes that are NaN, and any factors.
     template <class P> static __attribute__((noinline)) void rare(Side at, vf first, vf second, P put) {
         vp x[8];
         load_eight(at, 0, x);
