@@ -25,13 +25,40 @@ template <class F> void unpack(const Matrix& w, int64_t c, int64_t begin, int64_
 }
 
 #if defined(FLEX_BF16)
-// Numbers of up to 8 significant bits, without their scales, as pairs of bf16, which hold them exactly, as they do codes
-// of x. Scales are stored apart.
-struct Bare : Tile<pair> {
+// Magnitudes of E4M3 codes as bf16, which holds them exactly.
+struct Magnitudes {
+    alignas(64) uint16_t at[128];
+    constexpr Magnitudes() : at() {
+        for (int code = 8; code < 127; code++) at[code] = uint16_t((120 << 7) + (code << 4));
+        for (int code = 1, power = 118; code < 8; code++) {  // code * 2^-9
+            while (code >> (power - 117)) power++;
+            at[code] = uint16_t((power << 7) + ((code << (125 - power)) & 127));
+        }
+        at[127] = 0x7fc0;
+    }
+};
+constexpr Magnitudes MAGNITUDES;
+
+// Writes numbers of E4M3 codes without their scales as pairs of bf16, which hold them exactly, into a tile as Tile<pair>
+// does, and scales apart.
+struct Bare {
+    static constexpr bool CODES = true;
+    float* at;
+    int64_t width;
     float* scales;
-    INLINE vf factor(vf scale) const {
-        vstore(scales, scale);
-        return vset(1.f);
+
+    INLINE void quad(int column, vp x, vf scale) const {
+        const uint16_t* table = MAGNITUDES.at;
+        const vp twice[2] = {_mm512_set1_epi32(0x01010000), _mm512_set1_epi32(0x03030202)};
+        const vp lanes = _mm512_broadcast_i32x4(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
+        UNROLL for (int h = 0; h < 2; h++) {
+            const vp words = _mm512_shuffle_epi8(x, _mm512_or_si512(twice[h], lanes));  // each byte twice
+            const vp low = _mm512_permutex2var_epi16(qload(table), words, qload(table + 32));
+            const vp high = _mm512_permutex2var_epi16(qload(table + 64), words, qload(table + 96));
+            const vp size = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(words, qset(0x00400040)), low, high);
+            qstore(at + (column / 2 + h) * width, qor(size, qand(words, 0x80008000)));
+        }
+        if (column % 32 == 0) vstore(scales, scale);
     }
 };
 
@@ -89,7 +116,7 @@ template <class F, int N> void pair_strip(const BlockProduct& a, int64_t t, int6
             for (int64_t n = 0; n < WIDTH; n += W)  // the first rows again if there are no others
                 F::decode(a.w, c + n < a.w.rows ? c + n : c, WIDTH, begin, stop, [&](int64_t column) FORCED {
                     const int64_t d = column - begin;
-                    return Bare{{tile + d / 2 * WIDTH + n, WIDTH}, scales + d / GROUP64 * WIDTH + n};
+                    return Bare{tile + d / 2 * WIDTH + n, WIDTH, scales + d / GROUP64 * WIDTH + n};
                 });
             memset(tile + decoded / 2 * WIDTH, 0, size_t((groups * GROUP64 - decoded) / 2 * WIDTH) * 4);
             for (int64_t i = t; i < end; i++) {

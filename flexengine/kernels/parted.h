@@ -211,23 +211,27 @@ template <class F> struct ByRows : F {
 struct Fp8 {
     static constexpr int BITS = 8;
     template <class P> static INLINE void part(const Side& at, const vf* scale, const vf*, P put, const Matrix&) {
-        vp x[8], bad = qset(0);
+        vp x[8];
         load_eight(at, 0, x);
+        if constexpr (P::CODES) UNROLL for (int i = 0; i < 8; i++) put.quad(4 * i, x[i], scale[i / 4]);
+        else scaled(at, x, scale, put);
+    }
+    template <class P> static INLINE void scaled(const Side& at, const vp* x, const vf* scale, P put) {
+        vp bad = qset(0);
         UNROLL for (int i = 0; i < 8; i++) bad = qor(bad, qadd(qand(x[i], 0x7f7f7f7f), qset(0x01010101)));
-        vf big[2], factor[2];
+        vf big[2];
         UNROLL for (int half = 0; half < 2; half++) {
-            factor[half] = put.factor(scale[half]);
-            big[half] = vmul(factor[half], vset(0x1p120f));  // finite for factors below 2^7
-            bad = qor(bad, qadd(qand((vp)factor[half], 0x7fffffff), qset(0x3d000000)));
+            big[half] = vmul(scale[half], vset(0x1p120f));  // finite for scales below 2^7
+            bad = qor(bad, qadd(qand((vp)scale[half], 0x7fffffff), qset(0x3d000000)));
         }
-        if (__builtin_expect(qany(bad, 0x80808080), 0)) return rare(at, factor[0], factor[1], put);
+        if (__builtin_expect(qany(bad, 0x80808080), 0)) return rare(at, scale[0], scale[1], put);
         UNROLL for (int i = 0; i < 8; i++) {
             vf y[4];
             UNROLL for (int e = 0; e < 4; e++) y[e] = vmul(small_e4m3(x[i], 8 * e), big[i / 4]);
             put.store(4 * i, y);
         }
     }
-    // Does the same for codes that are NaN, and any factors.
+    // Does the same for codes that are NaN, and any scales.
     template <class P> static __attribute__((noinline)) void rare(Side at, vf first, vf second, P put) {
         vp x[8];
         load_eight(at, 0, x);

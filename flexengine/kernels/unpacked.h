@@ -11,7 +11,6 @@ template <class U> struct Tile {
     float* at;
     int64_t width;
 
-    INLINE vf factor(vf scale) const { return scale; }  // of numbers
     INLINE void store(int column, const vf* x) const {
         float* to = at + column / COLUMNS<U> * width;
         store_four(to, width, x, U());
