@@ -1,4 +1,4 @@
-"""Products with weights in GGUF's block types, beside the engine's own int4.
+"""Products with weights in GGUF's block types, or in formats of safetensors files, beside the engine's own int4.
 
 python -m bench.kernels.blocks [--kinds q4_k q6_k ...] [--rows 1 16 64 256] [--computes fp32 bf16 int8]
                                [--shape 2048 2048] [--threads 1] [--rounds 15] [--held 0] [--out formats.jsonl]
@@ -20,6 +20,7 @@ from bench import harness
 from flexengine import kernels
 from flexengine.codec.forms import make_form
 from flexengine.codec.gguf_blocks import BLOCKS, NATIVE
+from flexengine.codec.scaled import OfCheckpoint
 
 import torch  # isort: skip  # after flexengine, which sets the threads' wait policy
 
@@ -42,8 +43,12 @@ class BlocksCase:
 
 
 def encoded(kind: str, n: int, k: int) -> torch.Tensor:
-    """Return a random matrix. Any two bytes of blocks form an fp16 number from 0 to 1, so scales are ordinary."""
+    """Return a random matrix. Any two bytes of blocks form an fp16 number from 0 to 1, so scales are ordinary; likewise
+    those of formats of several tensors, whose other bytes are from 60 to 63: 0.01 to 1 in fp32, bf16 and fp16."""
     form = make_form(kind, n, k)
+    if isinstance(form, OfCheckpoint):
+        codes, more = torch.randint(1, 60, (form.sizes[0],)), torch.randint(60, 64, (form.nbytes - form.sizes[0],))
+        return torch.cat([codes, more]).to(torch.uint8)
     if kind not in BLOCKS:
         return form.encode(torch.randn(n, k) / k**0.5)
     return torch.randint(1, 60, (form.nbytes,), dtype=torch.uint8)

@@ -34,6 +34,7 @@ class PartsLayout(NamedTuple):
     flip: int = 0
     nested: int = 0
     offset: int = 0
+    pairs: bool = False  # whether numbers without scales are exact in bf16, and multiplied with x rounded to int8
 
     @property
     def number(self) -> int:

@@ -239,6 +239,7 @@ class Scaled(Parted):
             zero_kind=ZERO_KINDS.index(self.zeros),
             whole_kind=WHOLE_KINDS.index(self.whole),
             flip=0x80808080 if self.family == "w8" and not self.signed else 0,
+            pairs=kind == "fp8" and right % 64 == 0,
         )
 
     def decode(self, data: Tensor, ids: Tensor) -> Tensor:

@@ -218,7 +218,7 @@ class Kernels(ABC):
         With compute "int8", x is rounded to 8 bits, by row m and by group g of form.group columns: code
         q = round(x / s), to nearest even, with s = max |x| / 127. For weights of codes with scales and minima,
             out[m, c] = bias[c] + sum_g s[m, g] * (scale[c, g] * sum q * code + minimum[c, g] * sum q);
-        native kernels sum the codes as integers.
+        native kernels sum the codes as integers, or, of FP8, as products of pairs of bf16, which are exact, in fp32.
 
         Scratch memory: at most about 16 MiB of dequantized weights, 64 MiB on a GPU, and a copy of x unless compute is
         None.

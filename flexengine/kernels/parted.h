@@ -211,8 +211,13 @@ template <class F> struct ByRows : F {
 struct Fp8 {
     static constexpr int BITS = 8;
     template <class P> static INLINE void part(const Side& at, const vf* scale, const vf*, P put, const Matrix&) {
-        vp x[8], bad = qset(0);
+        vp x[8];
         load_eight(at, 0, x);
+        if constexpr (P::CODES) UNROLL for (int i = 0; i < 8; i++) put.quad(4 * i, x[i], scale[i / 4]);
+        else scaled(at, x, scale, put);
+    }
+    template <class P> static INLINE void scaled(const Side& at, const vp* x, const vf* scale, P put) {
+        vp bad = qset(0);
         UNROLL for (int i = 0; i < 8; i++) bad = qor(bad, qadd(qand(x[i], 0x7f7f7f7f), qset(0x01010101)));
         vf big[2];
         UNROLL for (int half = 0; half < 2; half++) {

@@ -231,7 +231,7 @@ class Steps:
         rows, scratch, source = x.shape[0], None, x
         layout = structs.layout_of(form)
         where = 0 if layout is None else ctypes.addressof(layout)
-        if compute == "int8" and form.layout is not None and not form.layout.dots:
+        if compute == "int8" and form.layout and not (form.layout.dots or (form.layout.pairs and self._pairs)):
             (source, beside), compute = self._narrow(x, wide=ROUNDED, beside=beside), None
         if compute == "bf16":
             source, beside = self._narrow(x, wide=not self._pairs, beside=beside)

@@ -196,14 +196,26 @@ void add_tile(int64_t rows, const Chunk& w, int64_t count, const uint8_t* codes,
     add_dots<GROUP, TOP, MINIMA, SIGNED, M>(w, count, codes, worth, sums);
 }
 
-// Computes rows of tiles t to end of out, in 2 W columns from c on. For any tiles, an output is the bias plus one group
-// after the other.
-template <class F, bool SIGNED = !F::MINIMA> void dot_strip(const BlockProduct& a, int64_t t, int64_t end, int64_t c) {
+// Computes rows of tiles t to end of out, in WIDTH columns from c on: add(first row, sums [rows, WIDTH]) adds products
+// to the bias. For any tiles, an output is the bias plus one group after the other.
+template <int WIDTH, class F> INLINE void with_sums(const BlockProduct& a, int64_t t, int64_t end, int64_t c, F add) {
     const int64_t first = t * a.rows / a.tiles, count = end * a.rows / a.tiles - first;
-    const size_t bytes = size_t(a.w.rows - c < TWO ? a.w.rows - c : TWO) * 4;
-    alignas(64) float sums[(MOST_ROWS + BLOCK_ROWS) * TWO];
-    memset(sums, 0, size_t(count) * TWO * 4);
-    for (int64_t i = 0; i < count && a.bias; i++) memcpy(sums + i * TWO, a.bias + c, bytes);
+    const size_t bytes = size_t(a.w.rows - c < WIDTH ? a.w.rows - c : WIDTH) * 4;
+    alignas(64) float sums[(MOST_ROWS + BLOCK_ROWS) * WIDTH];
+    memset(sums, 0, size_t(count) * WIDTH * 4);
+    for (int64_t i = 0; i < count && a.bias; i++) memcpy(sums + i * WIDTH, a.bias + c, bytes);
+    add(first, sums);
+    for (int64_t i = 0; i < count; i++) {
+        float* from = sums + i * WIDTH;
+        const float* more = a.residual + (first + i) * a.out_row + c;
+        for (size_t e = 0; a.residual && e < bytes / 4; e++) from[e] += more[e];
+        memcpy(a.out + (first + i) * a.out_row + c, from, bytes);
+    }
+}
+
+// Adds the products of 2 W rows of w from c on to sums of tiles t to end.
+template <class F, bool SIGNED>
+INLINE void add_strip(const BlockProduct& a, int64_t t, int64_t end, int64_t c, int64_t first, float* sums) {
     constexpr int KIND = FLIP ? 0 : F::TOP >= 64 ? 128 : F::TOP > 16 ? 32 : 16;  // fewer versions of add_dots
     Chunk chunk;
     for (int64_t begin = 0; begin < a.w.columns; begin += CHUNK) {
@@ -216,12 +228,12 @@ template <class F, bool SIGNED = !F::MINIMA> void dot_strip(const BlockProduct& 
                                                                     a.worths + at * 7, sums + (m - first) * TWO);
         }
     }
-    for (int64_t i = 0; i < count; i++) {
-        float* from = sums + i * TWO;
-        const float* more = a.residual + (first + i) * a.out_row + c;
-        for (size_t e = 0; a.residual && e < bytes / 4; e++) from[e] += more[e];
-        memcpy(a.out + (first + i) * a.out_row + c, from, bytes);
-    }
+}
+
+template <class F, bool SIGNED = !F::MINIMA> void dot_strip(const BlockProduct& a, int64_t t, int64_t end, int64_t c) {
+    with_sums<TWO>(a, t, end, c, [&](int64_t first, float* sums) FORCED {
+        add_strip<F, SIGNED>(a, t, end, c, first, sums);
+    });
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ from flexengine.kernels import Kernels, load
 from flexengine.kernels.base import Compute
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.experts import ExpertCall, ExpertGate, Stacked, gated
+from flexengine.kernels.steps import KINDS
 from tests.codec import test_by_inputs as by_inputs
 from tests.codec import test_flat_blocks as flat_blocks
 from tests.codec import test_scaled as scaled
@@ -158,6 +159,35 @@ def test_int8(kernel: Kernels, name: str) -> None:
             expected = near @ right.double().T + bias
             size = near.abs() @ sizes.T + bias.abs()
             assert ((found - expected).abs() <= size * (columns + 8) * 2.0**-24).all(), (rows, count)
+
+
+@pytest.mark.parametrize("name", ["fp8-128x128", "fp8-row-bf16", "fp8-tensor"])
+def test_int8_with_numbers_of_fp8_is_exact(kernel: Kernels, name: str) -> None:
+    """No number of FP8 is rounded: sums of whole numbers have no error. A code that is NaN spoils one output."""
+    rows, columns = 130, 1100
+    form, data, _ = case(name, rows, columns)
+    data = data.clone()
+    codes, scales = data[: form.sizes[0]], data[form.sizes[0] :]  # type: ignore[attr-defined]
+    codes.copy_(torch.randint(-56, 57, codes.shape).float().to(torch.float8_e4m3fn).view(torch.uint8))
+    scales.view(torch.bfloat16 if "bf16" in name else torch.float32).fill_(0.25)
+    right = codes.view(torch.float8_e4m3fn).view(rows, columns).double() * 0.25
+    for count in (1, 7, 70):
+        x = torch.randint(-127, 128, (count, columns)).float()
+        x[:, ::64] = 127.0  # scales of 1
+        found = kernel.product(x, data, form, None, "int8")
+        assert torch.equal(found.double(), x.double() @ right.T), count
+    codes[37 * columns + 5] = 0x7F
+    assert kernel.product(x, data, form, None, "int8").isnan().any(0).nonzero().flatten().tolist() == [37]
+
+
+def test_int8_of_fp8_multiplies_codes_where_pairs_are_multiplied() -> None:
+    kernel = native()
+    for name, fits in (("fp8-128x128", True), ("fp8-tensor", True), ("fp8-24x48", False), ("mxfp8-32", False)):
+        form, data, _ = case(name, *shapes(name)[0])
+        steps = kernel.steps()
+        steps.product(torch.randn(3, form.columns), data, form, None, "int8")
+        kinds = [KINDS[kind] for _, kind, _ in steps._steps]
+        assert kinds == (["round", "dots"] if fits and kernel.bf16 else ["narrow", "decoded"]), name
 
 
 @pytest.mark.parametrize("compute", COMPUTES)
