@@ -236,7 +236,7 @@ def _check(args: argparse.Namespace) -> None:
         refuse_given(args, ["stage_link"], f"is the network between stages, but --stages is {given}; leave it out")
     if args.stages is not None:
         refuse_given(args, ["cluster"], "describes other machines than --stages; leave one out")
-        others.links_of(args)
+        others.links_around(args.stage_link, args.stages)
         why = "is for the plan of one machine, but --stages is given; leave one out"
         refuse_given(args, ("policy", "compare", "frontier", "latency", "plot", "save_lp"), why)
         if TOKENS_PARTITION in (args.allow or "").split(","):
