@@ -53,11 +53,12 @@ def turns(directory: Path) -> Record:
         for order, batches in ORDERS:
             policy = {"gpu_batch_size": ROWS // batches, "num_gpu_batches": batches, "cache": {"workers": 1},
                       "schedule": "zigzag", "order": order}  # fmt: skip
-            job = {"name": f"{order} {batches}", "model": str(model), "address": address, "tokens": TOKENS,
+            name = f"{order} {batches}"
+            job = {"name": name, "model": str(model), "address": address, "tokens": TOKENS,
                    "policy": policy, "rows": rows, "engines": ENGINES, "slice": SLICE, "crossing": CROSSING,
                    "window": [FIRST, LAST]}  # fmt: skip
             began = time.monotonic()
-            run = answer(start(job, directory), job["name"], directory)
+            run = answer(start(job, directory), name, directory)
             seconds = time.monotonic() - began
             tokens.append(run["tokens"])
             away = ATTENTION + 2 * CROSSING
