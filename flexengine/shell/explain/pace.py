@@ -13,7 +13,7 @@ from flexengine.shell.explain.whatif import MIN_SPEEDUP, Help
 BUSY_SHARE = 0.8  # of the job's seconds, in which a stage or a link works if it sets the pace
 
 
-class Pace(NamedTuple):
+class ChainPace(NamedTuple):
     """The part of a chain that sets its pace."""
 
     # "stage"; "link", from stage `number` to the next; or "turns": all parts wait more than 1 - BUSY_SHARE of the job
@@ -23,14 +23,14 @@ class Pace(NamedTuple):
     name: str  # the part in words
 
 
-def pace_of(plan: ChainPlan) -> Pace:
+def pace_of(plan: ChainPlan) -> ChainPace:
     """Return the stage or the link with the most seconds of work; "turns" if that one waits for long."""
     slowest = plan.slowest
     work = plan.stages[slowest].prediction.total_seconds
-    found = Pace("stage", slowest, work, f"stage {slowest}")
+    found = ChainPace("stage", slowest, work, f"stage {slowest}")
     if plan.link_seconds and (most := max(plan.link_seconds)) > work:
         number = plan.link_seconds.index(most)
-        found = Pace("link", number, most, f"the link from stage {number} to {number + 1}")
+        found = ChainPace("link", number, most, f"the link from stage {number} to {number + 1}")
     return found if found.seconds >= BUSY_SHARE * plan.seconds else found._replace(part="turns")
 
 
