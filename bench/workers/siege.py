@@ -1,13 +1,12 @@
 """Programs without the secret against an attention worker and against stages, each on one of two machines.
 
-python -m bench.workers.siege [--connections 10000] [--seed 0] [--device cpu] [--out FILE]
+python -m bench.workers.siege [--connections 10000] [--seed 0] [--out FILE]
 
 As root, in network namespaces of its own (`machines`), so that nothing else is reached. Connections send nothing,
 random bytes, requests of other protocols, proofs with other secrets or of a wrong length, headers that announce much,
 or a byte now and then; up to OPEN of them stay open, more than the files that worker and stages may open. Meanwhile a
 job decodes with its KV cache at the worker, and other engines with the secret connect to it again and again. Then two
-stages join under such an attack, and run a job. --device says where the worker has its pages, as for `flexengine
-serve-attention`: with sim in memory that counts as a GPU's. Good if
+stages join under such an attack, and run a job. Good if
 
 * all tokens are those of transformers, and every engine and stage with the secret comes in;
 * no connection without it gets more than the 64 bytes of a nonce, and a refusal;
@@ -109,8 +108,8 @@ def transformers_tokens(directory: Path, prompts: list[list[int]]) -> list[list[
 class Siege:
     """Worker, stages and strangers on two machines. folder: for all files; each process has a TMPDIR in it."""
 
-    def __init__(self, machines: TwoMachines, folder: Path, count: int, seed: int, device: str) -> None:
-        self.machines, self.folder, self.count, self.seed, self.device = machines, folder, count, seed, device
+    def __init__(self, machines: TwoMachines, folder: Path, count: int, seed: int) -> None:
+        self.machines, self.folder, self.count, self.seed = machines, folder, count, seed
         self._logs = dict[str, int]()
         rng = random.Random(seed)
         self.model = make_family("llama", folder)
@@ -139,8 +138,7 @@ class Siege:
     def against_worker(self) -> Record:
         """Attack a worker while a job uses it, and engines connect to it."""
         address = f"{ADDRESSES[1]}:{WORKER}"
-        words = [sys.executable, "-m", "flexengine", "serve-attention", address, "--worker-mem", str(MEMORY),
-                 "--device", self.device]  # fmt: skip
+        words = [sys.executable, "-m", "flexengine", "serve-attention", address, "--worker-mem", str(MEMORY)]
         worker = self.start(1, "worker", LIMITED + words)
         until(lambda: "listening at" in self.log("worker"), "that the worker listens")
         job = self.start(0, "job", [sys.executable, "-c", JOBS, "job.json", address])
@@ -213,7 +211,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=harness.at_least_one, default=10_000, help="against each of both")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="of the worker (default cpu)")
     parser.add_argument("--out", metavar="FILE", help="also append to bench/results/FILE")
     args = parser.parse_args()
     if why := missing():
@@ -221,11 +218,10 @@ def main() -> int:
     os.environ["FLEXENGINE_SECRET"] = secrets.token_hex(32)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR"))))
-        siege = Siege(stack.enter_context(TwoMachines()), folder, args.connections, args.seed, args.device)
+        siege = Siege(stack.enter_context(TwoMachines()), folder, args.connections, args.seed)
         worker, stages = siege.against_worker(), siege.against_stages()
     good = well(worker, stages)
-    case = {"name": "strangers", "connections": args.connections, "seed": args.seed, "memory": MEMORY,
-            "device": args.device}  # fmt: skip
+    case = {"name": "strangers", "connections": args.connections, "seed": args.seed, "memory": MEMORY}
     header = harness.header("workers", case, [{"versions": harness.versions()}])
     harness.emit(header | {**worker, "of_stages": stages, "good": good}, args.out)
     return 0 if good else 1
