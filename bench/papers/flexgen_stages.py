@@ -11,6 +11,7 @@ from bench.pipeline.offload import BLOCKS, NEW, PROMPT, Rates, block_rates, fact
 from flexengine.plan.formatting import digits
 
 FOUR = 4
+LINK = 1.25e9  # bytes per second between two machines
 # Published tokens per second: four machines in all, and decoding only; one machine decoding only.
 PUBLISHED = {"6.7B": (201.1, 764.7, 38.3), "30B": (23.61, 48.94, 11.52), "175B": (2.33, 3.86, 0.83)}
 # Sequences of a block that are tried, by size and number of machines.
@@ -32,10 +33,12 @@ def rates(size: str, machines: int) -> Rates:
 def four_machines() -> PaperTable:
     """Return the rates of four machines, in all and while decoding, of one while decoding, and what four gain."""
     figures = [figure for size in jobs.SIZES for figure in _figures(size)]
+    shared = max(link_share(size, rates(size, FOUR).total) for size in jobs.SIZES)
     return PaperTable(
         "flexgen-table3", "FlexGen: four machines with a T4 each", f"{PAPER}, Table 3", "generated tokens per second",
         f"Planned for t4-16gb_208gb_ssd with {PROMPT} tokens in and {NEW} out, as by `plan --stages`: {BLOCKS} zig-zag"
-        " blocks, the best of two or three sizes. Links between machines are not counted.", figures,
+        f" blocks, the best of two or three sizes. Links between machines are not counted: at {8 * LINK / 1e9:g}"
+        f" Gbit/s, hidden states take at most {100 * shared:.1f} % of the time, while stages compute.", figures,
     )  # fmt: skip
 
 
@@ -50,6 +53,11 @@ def _figures(size: str) -> Iterator[Figure]:
     prefills = _prefill(total, decode), _prefill(SINGLE[size, PROMPT, False], alone)
     gain = Figure(f"OPT-{size}, 4 machines over 1, prefill", four.prefill / one.prefill, prefills[0] / prefills[1])
     yield far(gain, partial(_why_prefill, *prefills, four, one))
+
+
+def link_share(size: str, total: float) -> float:
+    """Return the share of the time in which hidden states cross a link. total: generated tokens per second."""
+    return total * (PROMPT + NEW - 1) / NEW * jobs.facts(size).hidden_bytes / LINK
 
 
 def _prefill(total: float, decode: float) -> float:

@@ -34,35 +34,51 @@ LIMIT = 0.1  # most relative error
 
 
 def start(job: Record, directory: Path) -> "subprocess.Popen[str]":
-    """Start a side."""
+    """Start a side. Its messages go to a file for `answer`."""
     (path := directory / f"{job['name']}.json").write_text(json.dumps(job))
-    return subprocess.Popen([sys.executable, "-m", "bench.stagger.side", str(path)], stdout=subprocess.PIPE, text=True,
-                            stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    with path.with_suffix(".log").open("w") as log:
+        return subprocess.Popen([sys.executable, "-m", "bench.stagger.side", str(path)], stdout=subprocess.PIPE,
+                                text=True, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+def answer(process: "subprocess.Popen[str]", name: str, directory: Path) -> Record:
+    """Return what a side printed when it ended. Raise RuntimeError, with its last messages, if it failed."""
+    printed = process.communicate()[0].splitlines()
+    if process.returncode or not printed:
+        said = (directory / f"{name}.log").read_text().splitlines()[-5:]
+        raise RuntimeError("\n".join([f"{name} ended with code {process.returncode}:", *said]))
+    record: Record = json.loads(printed[-1])
+    return record
 
 
 @contextmanager
 def pool(seconds: float, directory: Path) -> Iterator[str]:
-    """Run an attention worker. Yield its address."""
+    """Run an attention worker. Yield its address. The worker ends also if an engine fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"127.0.0.1:{port}"
     with start({"name": "pool", "address": address, "seconds": seconds}, directory) as process:
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        yield address
-        process.terminate()
+        try:
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                except OSError:
+                    if process.poll() is not None:
+                        answer(process, "pool", directory)
+                    time.sleep(0.2)
+            yield address
+        finally:
+            process.terminate()
 
 
 def layer_seconds(count: int, job: Record, directory: Path) -> tuple[float, list[list[int]]]:
     """Run engines at the same time. Return the median seconds of a layer of one of them, in the sweeps in which all of
     them decode, and their tokens."""
-    processes = [start({**job, "name": f"engine {number}"}, directory) for number in range(count)]
-    runs = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
+    names = [f"engine {number}" for number in range(count)]
+    processes = [start({**job, "name": name}, directory) for name in names]
+    runs = [answer(process, name, directory) for process, name in zip(processes, names, strict=True)]
     first, last = max(run["times"][1] for run in runs), min(run["times"][-1] for run in runs)
     sweeps = [b - a for run in runs for a, b in pairwise(run["times"]) if first <= a and b <= last]
     return median(sweeps) / SHAPE.layers, [run["tokens"] for run in runs]

@@ -38,9 +38,9 @@ def pool(job: dict[str, Any]) -> None:
         return answer
 
     Answers.attend = slowed  # type: ignore[method-assign]
-    with socket.create_server(address_of(job["address"])) as server:
-        say = lambda text: print(text, file=sys.stderr)  # noqa: E731
-        serve_forever(server, WorkerPool(1 << 26), say, secret_for("127.0.0.1"))
+    memory, say = WorkerPool(1 << 26), lambda text: print(text, file=sys.stderr)
+    with socket.create_server(address_of(job["address"])) as server:  # from now on engines are answered
+        serve_forever(server, memory, say, secret_for("127.0.0.1"))
 
 
 def engine(job: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ processes sleep for what is left of these seconds. Questions and answers cross l
 the measured period is that of the same program on the virtual clock, with these seconds.
 """
 
-import json
 import random
 import sys
+import time
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +15,7 @@ from bench import harness
 from bench.harness import Record
 from bench.models import LlamaShape, make
 from bench.simulate import simulate
-from bench.stagger.engines import pool, start
+from bench.stagger.engines import answer, pool, start
 from flexengine.places import DIRECT
 from flexengine.plan.turns import layer_period
 from flexengine.schedule.batches import Batch, Piece
@@ -23,11 +23,11 @@ from flexengine.schedule.program import Program
 from flexengine.schedule.tasks import Op
 from flexengine.schedule.turns import Turns
 
-SHAPE = LlamaShape(26, 64, 128, 4, vocab=64, positions=128, dtype="float32", kv_heads=2)
+SHAPE = LlamaShape(14, 64, 128, 4, vocab=64, positions=128, dtype="float32", kv_heads=2)
 SLICE, ATTENTION, CROSSING = 0.12, 0.05, 0.005  # seconds; of each crossing of a link, to the worker and back
-ENGINES, ROWS, PROMPT, TOKENS = 2, 12, 8, 3
+ENGINES, ROWS, PROMPT, TOKENS = 2, 12, 8, 4
 ORDERS = (("fixed", 2), ("rotational", 3), ("fixed", 4))  # and gpu_batches
-FIRST, LAST = 6, 24  # layers of the window; gpu_batch 0 begins even ones on the first engine
+FIRST, LAST = 4, 12  # layers of the window; gpu_batch 0 begins even ones on the first engine
 LIMIT = 0.05  # most relative error
 
 
@@ -53,22 +53,24 @@ def turns(directory: Path) -> Record:
         for order, batches in ORDERS:
             policy = {"gpu_batch_size": ROWS // batches, "num_gpu_batches": batches, "cache": {"workers": 1},
                       "schedule": "zigzag", "order": order}  # fmt: skip
-            job = {"name": f"{order} {batches}", "model": str(model), "address": address, "tokens": TOKENS,
+            name = f"{order} {batches}"
+            job = {"name": name, "model": str(model), "address": address, "tokens": TOKENS,
                    "policy": policy, "rows": rows, "engines": ENGINES, "slice": SLICE, "crossing": CROSSING,
                    "window": [FIRST, LAST]}  # fmt: skip
-            process = start(job, directory)
-            run = json.loads(process.communicate()[0].splitlines()[-1])
+            began = time.monotonic()
+            run = answer(start(job, directory), name, directory)
+            seconds = time.monotonic() - began
             tokens.append(run["tokens"])
             away = ATTENTION + 2 * CROSSING
             points.append({
                 "order": order, "batches": batches, "period": (period := median(run["periods"])),
                 "periods": run["periods"], "virtual_period": virtual(order, batches),
                 "formula": layer_period(order, ENGINES, batches, SLICE, batches * ATTENTION, away),
-                "rate": batches / period,
+                "rate": batches / period, "seconds": seconds,
             })  # fmt: skip
             point = points[-1]
             print(f"  {order}, {batches} gpu_batches: a layer of all takes {period:.4f} s, on the virtual clock"
-                  f" {point['virtual_period']:.4f} s", file=sys.stderr)  # fmt: skip
+                  f" {point['virtual_period']:.4f} s; this run took {seconds:.0f} s", file=sys.stderr)  # fmt: skip
     gain, ideal = points[1]["rate"] / points[0]["rate"], (ENGINES + 1) / ENGINES
     case = {"name": "turns", "slice": SLICE, "attention": ATTENTION, "crossing": CROSSING, "engines": ENGINES,
             "layers": SHAPE.layers, "rows": ROWS, "tokens": TOKENS}  # fmt: skip

@@ -71,6 +71,16 @@ class ChainPlan:
         return max(range(len(self.stages)), key=lambda rank: self.stages[rank].prediction.total_seconds)
 
     @cached_property
+    def tight(self) -> Prediction:
+        """Return the prediction of the stage that admits the fewest sequences, as all others then do."""
+        return max((stage.prediction for stage in self.stages), key=lambda p: sum(p.counts.values()))
+
+    @property
+    def cohorts(self) -> int:
+        """Return the number of cohorts into which the block is cut."""
+        return max(1, min(len(self.stages), self.tight.policy.num_gpu_batches, round(self.tight.alive)))
+
+    @cached_property
     def seconds(self) -> float:
         """Return the seconds of the job, with the waits of stages for one another (the bubble).
 
@@ -78,8 +88,7 @@ class ChainPlan:
         has ended its sweep of the cohort before. Sweeps in which sequences enter are spread evenly over the job.
         """
         each = [stage.prediction for stage in self.stages]
-        tight = max(each, key=lambda p: sum(p.counts.values()))  # admits the fewest sequences, as all others then do
-        cohorts = max(1, min(len(each), tight.policy.num_gpu_batches, round(tight.alive)))
+        tight, cohorts = self.tight, self.cohorts
         entering, others = (round(tight.counts[kind]) for kind in ("prefill", "decode"))
         times = max(1.0, (entering + others) / MOST_SWEEPS)
         entering, others = round(entering / times), round(others / times)

@@ -13,6 +13,7 @@ from bench.papers import __main__ as command
 from bench.papers import flexgen_jobs as jobs
 from bench.papers import flexgen_machines, flexgen_quality, flexgen_rates, flexgen_theorem
 from bench.papers.flexgen_machines import Swarm
+from bench.papers.flexgen_stages import link_share
 from bench.papers.flexgen_theorem import Question, fewest, large, small
 from flexengine import shipped
 from flexengine.policy import Policy
@@ -154,3 +155,10 @@ def test_a_table_from_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert command.main() == 0
     out = capsys.readouterr().out
     assert re.search(r"^\| decode: KV read \| [\d,]+ \| 7,046 \| [\d.]+ \|$", out, re.M)
+
+
+@pytest.mark.parametrize(("size", "width"), [("6.7B", 4096), ("175B", 12288)])
+def test_hidden_states_between_machines(size: str, width: int) -> None:
+    """Of 512 prompt tokens and all but the last of 32 generated ones, in 16 bits, at 10 Gbit/s."""
+    seconds = (512 + 31) * 2 * width / 1.25e9  # of a sequence
+    assert link_share(size, 32.0) == pytest.approx(seconds)  # a sequence per second

@@ -84,9 +84,13 @@ def test_the_network_has_its_rate_and_delay(machines: TwoMachines) -> None:
     assert machines.bytes_received(1) > 1_000_000
 
 
-def test_an_attention_worker_on_the_other_machine(machines: TwoMachines, families: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_an_attention_worker_on_the_other_machine(
+    machines: TwoMachines, families: Any, tmp_path: Path, device: str
+) -> None:
+    """sim: the worker's pages are in memory that counts as a GPU's, and questions come to its RAM first."""
     known, address = families("llama"), f"{ADDRESSES[1]}:{free_port()}"
-    serve = [sys.executable, "-m", "flexengine", "serve-attention", address, "--worker-mem", "8M"]
+    serve = [sys.executable, "-m", "flexengine", "serve-attention", address, "--worker-mem", "8M", "--device", device]
     worker = machines.start(1, serve, SECRET, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert worker.stderr
     assert "listening at" in worker.stderr.readline()

@@ -16,14 +16,14 @@ from flexengine.guests.wire.link import answers_read
 from flexengine.lossy import Lossy
 from flexengine.plan.candidates import Options
 from flexengine.plan.chain import ChainPlan, ChainSearch, Range
-from flexengine.plan.cost import Prediction
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.lp import SolverFailed
-from flexengine.plan.min_memory import fitting
+from flexengine.plan.min_memory import fitting, lay_out_given
 from flexengine.plan.placement import ON_DEVICE
 from flexengine.plan.search import Search
-from flexengine.plan.stages import Strategy, block_of, even_layers, place_weights
+from flexengine.plan.stages import Strategy, block_of, even_layers, place_weights, stage_facts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.worker.open_model import OpenModel, Trust, open_model
@@ -139,6 +139,20 @@ class PipelinePlanner(Planner):
         job = self._job(workload, layout.policy, given=self.policy is not None)
         self.others = list(self.driver.ask(OrderKind.LAY_OUT, RemotePlan, job)().values())
         return layout
+
+    def remote_case(self, rank: int, workload: Workload) -> tuple[Cost, Prediction] | None:
+        """Return the cost model of another stage, and the prediction of its plan of the last layout, both computed by
+        this process. None if the stages have unlike machines or attention workers, or if the plan does not fit here."""
+        if not self._together:
+            return None
+        first, end, total = self.others[rank - 1].layers
+        whole = self._whole or opened_again(self.core, None)
+        model = stage_facts(whole.facts, slice(first, end), (first == 0, end == total))
+        cost = Cost(model, self.rates.known(), workload, self.overlap, self.cohorts)
+        with suppress(OutOfMemory):
+            layout = lay_out_given(model, self.others[rank - 1].policy, workload, self.machine.capacity)
+            return cost, cost.predict(layout)
+        return None
 
     def _job(self, workload: Workload, policy: Policy, **fields: Any) -> JobOrder:
         """Return what the other stages plan. fields: further ones of `JobOrder`."""

@@ -18,6 +18,7 @@ seconds for small batches.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from flexengine.config import parse_size
 from flexengine.errors import InvalidInput
 from flexengine.plan.cluster.job import Format, Model
 from flexengine.plan.facts import NO_ATTENTION
@@ -219,6 +221,26 @@ class Link:
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of one message."""
         return self.latency + nbytes / self.bandwidth
+
+
+def links_around(text: str | None, stages: int) -> list[Link]:
+    """Return the equal links from each stage of a chain to the next, and from the last one to the first; [] if they are
+    not counted, or for one stage. Raise InvalidInput if the text is wrong.
+
+    Args:
+        text: bytes per second, and after a comma the seconds of a message, as in --stage-link; None if not given.
+        stages: number of stages.
+    """
+    if text is None:
+        return []
+    rate, _, seconds = text.partition(",")
+    latency = math.inf
+    with suppress(ValueError):
+        latency = float(seconds or 0.0)
+    if not 0 <= latency < math.inf:
+        what = "is bytes per second, and after a comma the seconds of a message, such as 1.25G,1e-4"
+        raise InvalidInput(f"--stage-link is {text}; it {what}")
+    return [Link(parse_size(rate, "--stage-link"), latency)] * stages if stages > 1 else []
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import MIXED, TOKENS_PARTITION, Lossy, choices
 from flexengine.plan import lp
 from flexengine.plan.candidates import Options
+from flexengine.plan.cluster.devices import links_around
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, check_places
@@ -236,7 +237,7 @@ def _check(args: argparse.Namespace) -> None:
         refuse_given(args, ["stage_link"], f"is the network between stages, but --stages is {given}; leave it out")
     if args.stages is not None:
         refuse_given(args, ["cluster"], "describes other machines than --stages; leave one out")
-        others.links_of(args)
+        links_around(args.stage_link, args.stages)
         why = "is for the plan of one machine, but --stages is given; leave one out"
         refuse_given(args, ("policy", "compare", "frontier", "latency", "plot", "save_lp"), why)
         if TOKENS_PARTITION in (args.allow or "").split(","):

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from flexengine import shipped
 from flexengine.activity import activity
-from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.lossy import ALLOWED, EXACT, QUALITY, Lossy
 from flexengine.plan.chain import ChainPlan, chain_strategy, plan_chain
 from flexengine.plan.cluster import file
 from flexengine.plan.cluster.costs import ClusterTask
-from flexengine.plan.cluster.devices import Cluster, Link
+from flexengine.plan.cluster.devices import Cluster, links_around
 from flexengine.plan.cluster.job import ClusterJob, Format, Harm, Model, assumed_harm
 from flexengine.plan.cluster.search import METHODS, Found, Limits, search
 from flexengine.plan.facts import ModelFacts
@@ -38,6 +37,8 @@ from flexengine.shell.commands.options import OptionTable, check_written, write
 from flexengine.shell.commands.parser import GENERAL, check_least, refuse_given
 from flexengine.shell.explain import cluster as explain
 from flexengine.shell.explain.chain import chain_helps, chain_json, chain_report
+from flexengine.shell.explain.pace import job_helps
+from flexengine.shell.explain.whatif import SEARCH_SECONDS
 
 if TYPE_CHECKING:
     from flexengine.model.slices import Cut, SlicedTensor, Slices
@@ -163,50 +164,44 @@ def searched(task: ClusterTask, limits: Limits) -> tuple[Found | None, MixedPlan
     return found, chain
 
 
-def links_of(args: argparse.Namespace) -> list[Link]:
-    """Return the links around a chain of --stages; [] if they are not counted. Raise InvalidInput if --stage-link is
-    wrong."""
-    if args.stage_link is None:
-        return []
-    rate, _, seconds = args.stage_link.partition(",")
-    latency = inf
-    with suppress(ValueError):
-        latency = float(seconds or 0.0)
-    if not 0 <= latency < inf:
-        what = "is bytes per second, and after a comma the seconds of a message, such as 1.25G,1e-4"
-        raise InvalidInput(f"--stage-link is {args.stage_link}; it {what}")
-    return [Link(parse_size(rate, "--stage-link"), latency)] * args.stages if args.stages > 1 else []
-
-
 def chain_seconds(args: argparse.Namespace, opened: "OpenModel", hardware: Hardware, workload: Workload) -> float:
     """Return the predicted seconds of --stages equal machines. Raise OutOfMemory if no plan fits."""
-    return plan_chain(opened.facts, [hardware] * args.stages, workload, links=links_of(args)).seconds
+    return plan_chain(
+        opened.facts, [hardware] * args.stages, workload, links=links_around(args.stage_link, args.stages)
+    ).seconds
 
 
 def plan_stages(
     args: argparse.Namespace, opened: "OpenModel", hardware: Hardware, workload: Workload, lossy: Lossy
 ) -> None:
     """Plan a chain of equal machines, print the report, and write the strategy. Raise FlexError if no plan fits."""
-    machines, bits, links = [hardware] * args.stages, chooses_bits(args), links_of(args)
+    machines, bits = [hardware] * args.stages, chooses_bits(args)
+    links = links_around(args.stage_link, args.stages)
     formats = _formats(args) if bits else ()
     model = _by_format(opened, formats) if bits else Model({None: opened.facts})
     table = _harm(args, model, formats) if bits else assumed_harm(model, formats)
     theta = ClusterTask.theta if args.theta is None else args.theta
 
-    def chain(facts: ModelFacts, part: Workload) -> ChainPlan:
-        return plan_chain(facts, machines, part, links=links)
+    def chain(facts: ModelFacts, part: Workload, more: int = 0) -> ChainPlan:
+        around = links + links[:1] * more  # all are alike
+        return plan_chain(facts, machines + [hardware] * more, part, links=around)
 
     def planned(part: Workload) -> ChainPlan | MixedPlan:
         if bits:
             return plan_mixed(model, formats, table, theta, lambda facts: chain(facts, part))
         return chain(opened.facts, part)
 
+    began = monotonic()
     with activity("planning", "searching the stages with the shortest predicted time"):
         plan, largest, why = fitting(workload, planned)
+    brief = args.verbose or monotonic() - began <= SEARCH_SECONDS
     if text := left_out(workload, largest, why):
         say(text)
-    mixed = plan if isinstance(plan, MixedPlan) else None
-    say_chain(args, opened, plan.chain if isinstance(plan, MixedPlan) else plan, lossy, mixed=mixed)
+    if isinstance(plan, MixedPlan):
+        say_chain(args, opened, plan.chain, lossy, mixed=plan)
+        return
+    part = plan.stages[0].cost.workload
+    say_chain(args, opened, plan, lossy, one_more=(lambda: chain(opened.facts, part, 1)) if brief else None)
 
 
 def say_chain(
@@ -216,17 +211,20 @@ def say_chain(
     lossy: Lossy = EXACT,
     names: Sequence[str] = (),
     mixed: MixedPlan | None = None,
+    one_more: Callable[[], ChainPlan] | None = None,
 ) -> None:
     """Print the report of a chain, and write its strategy.
 
     Args:
         names: of the devices of a cluster.
         mixed: the formats of the layers, if they were chosen by harm; None for those of `lossy`.
+        one_more: as for `job_helps`.
     """
     slow = plan.stages[plan.slowest]
     if warning := sparse_warning(slow.cost, slow.prediction):
         say(warning)
-    found, hardware = chain_helps(plan, thorough=args.verbose), plan.stages[0].cost.hardware
+    found, whole = chain_helps(plan, thorough=args.verbose), job_helps(plan, one_more)
+    hardware = plan.stages[0].cost.hardware
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
     forms = [lossy.weights] * len(opened.facts.layers) if isinstance(lossy.weights, str | None) else lossy.weights
     if mixed is not None:
@@ -235,9 +233,9 @@ def say_chain(
     head |= {"devices": names} if names else {}
     head |= {"formats": forms, "harm": mixed.harm, "cost": mixed.cost} if mixed is not None else {}
     if args.json:
-        print(json.dumps(head | chain_json(plan, found), allow_nan=False))
+        print(json.dumps(head | chain_json(plan, found, whole), allow_nan=False))
     else:
-        print(chain_report(plan, name, found, mixed, args.verbose))
+        print(chain_report(plan, name, found, whole, mixed, args.verbose))
     if args.save:
         write(args.save, chain_strategy(plan, opened.facts, forms, names).text())
 

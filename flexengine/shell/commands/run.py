@@ -170,9 +170,9 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.guests.stages.planner import PipelinePlanner
     from flexengine.plan.candidates import Options
     from flexengine.plan.min_memory import left_out
-    from flexengine.shell.explain.chain import StageLine, slowest_line, stage_lines
+    from flexengine.shell.explain.chain import StageLine, slowest_line, stage_help_lines, stage_lines
     from flexengine.shell.explain.text import report
-    from flexengine.shell.explain.whatif import ideas
+    from flexengine.shell.explain.whatif import helps, ideas
 
     with (
         openers.open_rows(args) as rows,
@@ -209,6 +209,11 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
             lines += [StageLine(p.layers, p.policy, p.seconds, p.bottleneck) for p in planner.others]
             end = slowest_line(lines, shared)
             print("\nstages (above: stage 0 alone)", *stage_lines(lines, shared), end, sep="\n")
+            slowest = max(range(len(lines)), key=lambda rank: lines[rank].seconds)
+            if slowest and (found := planner.remote_case(slowest, plan.workload)):  # stage 0 has its changes above
+                cost, predicted = found
+                changes = helps(cost.model, cost.hardware, cost.workload, predicted, limits)
+                print("", *stage_help_lines(slowest, changes), sep="\n")
     return DONE
 
 

@@ -12,6 +12,7 @@ from flexengine.plan.formatting import clock, count, digits, percent, place_name
 from flexengine.plan.mixes import MixedPlan
 from flexengine.plan.search import waits_for
 from flexengine.policy import Policy, shares
+from flexengine.shell.explain.pace import next_lines, pace_line, pace_of
 from flexengine.shell.explain.text import as_json as prediction_json
 from flexengine.shell.explain.text import job_size, lanes_table, machine, memory, placement, policy_words
 from flexengine.shell.explain.whatif import SEARCH_SECONDS, Help, helps
@@ -54,6 +55,12 @@ def slowest_line(plans: Sequence[StageLine], ram: bool) -> str:
     )
 
 
+def stage_help_lines(rank: int, found: Sequence[Help]) -> list[str]:
+    """Return lines with the changes that make the slowest stage faster; [] if there are none. rank: of the stage."""
+    lines = [f"  {each.label}  {'' if each.searched else '>= '}{each.ratio:.2f}x" for each in found]
+    return [f"would help stage {rank}, the slowest (its work, one change at a time):", *lines] if lines else []
+
+
 def chain_helps(plan: ChainPlan, options: Options | None = None, thorough: bool = False) -> list[Help]:
     """Return the changes of the slowest stage's machine, or of its weights, that make its work shorter. thorough:
     search every change, without a limit of time."""
@@ -70,12 +77,18 @@ def _machines(plan: ChainPlan) -> str:
 
 
 def chain_report(
-    plan: ChainPlan, name: str, found: Sequence[Help], mixed: MixedPlan | None = None, verbose: bool = False
+    plan: ChainPlan,
+    name: str,
+    found: Sequence[Help],
+    whole: Sequence[Help] = (),
+    mixed: MixedPlan | None = None,
+    verbose: bool = False,
 ) -> str:
     """Return the whole explanation.
 
     Args:
         found: from `chain_helps`.
+        whole: from `job_helps`.
         mixed: the formats of the layers, if they were chosen by harm.
         verbose: add placement, memory and lanes of every stage.
     """
@@ -91,16 +104,18 @@ def chain_report(
         [
             f"prediction: {digits(plan.tokens_per_second)} tok/s generated; job {clock(plan.seconds)}, of which"
             f" {clock(max(0.0, plan.seconds - slow.prediction.total_seconds))} without work of stage {plan.slowest}",
+            pace_line(plan),
             slowest_line(lines, shared),
             *_link_words(plan),
             *(_harm_words(plan, mixed) if mixed is not None else []),
         ],
         [f"memory of stage {plan.slowest}: {_memory(plan)}"],
+        [*stage_help_lines(plan.slowest, found), *next_lines(plan)] if found else [],
         [
-            f"would help stage {plan.slowest}, the slowest (its work, one change at a time):",
-            *(f"  {each.label}  {each.ratio:.2f}x" for each in found),
+            "would help the whole job (one change at a time):",
+            *(f"  {each.label}  {'' if each.searched else '>= '}{each.ratio:.2f}x" for each in whole),
         ]
-        if found
+        if whole
         else [],
     ]
     parts[2] += stage_lines(lines, shared)
@@ -144,8 +159,8 @@ def _memory(plan: ChainPlan) -> str:
     return ", ".join(f"{place} {size(layout.total(place))}" for place in layout.account)
 
 
-def chain_json(plan: ChainPlan, found: Sequence[Help]) -> dict[str, Any]:
-    """Return the plan's numbers, for --json."""
+def chain_json(plan: ChainPlan, found: Sequence[Help], whole: Sequence[Help] = ()) -> dict[str, Any]:
+    """Return the plan's numbers, for --json. Arguments as for `chain_report`."""
     stages = [
         {"layers": list(stage.layers)} | prediction_json(stage.prediction, stage.cost.hardware) for stage in plan.stages
     ]
@@ -154,6 +169,8 @@ def chain_json(plan: ChainPlan, found: Sequence[Help]) -> dict[str, Any]:
         "seconds": plan.seconds,
         "slowest": plan.slowest,
         "spread": plan.spread,
+        "pace": pace_of(plan)._asdict(),
+        "job_helps": [each._asdict() for each in whole],
     }
     numbers |= {"link_seconds": plan.link_seconds} if plan.links else {}
     return numbers | {"stages": stages, "helps": [each._asdict() for each in found]}

@@ -1,8 +1,10 @@
 """A plan of a cluster as text: stages, formats by layer, memory, bubbles, predicted speed, and changes of the cluster
 that would make the job shorter, each planned again."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from flexengine.errors import OutOfMemory
@@ -12,6 +14,7 @@ from flexengine.plan.cluster.file import EXACT_NAME
 from flexengine.plan.cluster.job import Format, assumed_harm
 from flexengine.plan.cluster.search import Found, Limits, search
 from flexengine.plan.formatting import BAR_CHARACTERS, clock, count, digits, percent, size
+from flexengine.shell.explain.pace import BUSY_SHARE
 from flexengine.shell.explain.whatif import MIN_SPEEDUP, NEARLY_FULL_SHARE, Help
 
 MARKS: dict[Format, str] = {None: "#", "int8": "8", "int4": "4", "int3": "3"}  # one character per layer
@@ -92,7 +95,23 @@ def _stages(plan: ClusterPlan) -> list[str]:
         )
     bubbles = {phase: 1 - sum(shares) / len(shares) for phase, shares in busy.items()}
     idle = f"prefill {percent(bubbles[PREFILL])}, decode {percent(bubbles[DECODE])}, mean of the stages"
-    return [*lines, f"  idle (bubbles): {idle}"]
+    return [*lines, f"  idle (bubbles): {idle}", f"  pace: {', '.join(_paces(plan, busy))}"]
+
+
+def _paces(plan: ClusterPlan, busy: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """Yield by phase the stage or link that sets the pace; none if all wait for long. busy: shares of the stages."""
+    priced, numbers, names = plan.priced, plan.numbers, [device.name for device in plan.devices]
+    links = [f"the link from {a} to {b}" for a, b in pairwise(names)]
+    hops = {PREFILL: (priced.hop_prefill, numbers.prefills), DECODE: (priced.hop_decode, numbers.cohorts)}
+    for (phase, shares), length in zip(busy.items(), priced.passes, strict=True):
+        seconds, times = hops[phase]
+        of_links = [times * each / length if length else 0.0 for each in seconds[: len(links)]]
+        share, name = max(zip([*shares, *of_links], [*names, *links], strict=True), key=itemgetter(0))
+        yield (
+            f"{name} in {phase} ({percent(min(1.0, share))} busy)"
+            if share >= BUSY_SHARE
+            else f"none in {phase}, stages wait for each other"
+        )
 
 
 def _busy_shares(plan: ClusterPlan) -> dict[str, list[float]]:

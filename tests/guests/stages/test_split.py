@@ -148,6 +148,22 @@ def test_layers_are_even_with_a_policy(options: dict[str, Any]) -> None:
         assert layers_of(pipeline) == [(0, 4), (4, 8)]
 
 
+@pytest.mark.parametrize("policy", [None, Policy(2, 4, weights=(0, 1, 0))])
+def test_the_first_stage_prices_the_plans_of_others(options: dict[str, Any], policy: Policy | None) -> None:
+    """As these stages do, whose own models have been opened with their layers."""
+    with on_one_machine(STAGES, **options, policy=policy) as pipeline:
+        planner = pipeline.engine.planner
+        workload = pipeline.engine.reader.survey(ROWS, GREEDY)
+        planner.plan(workload)
+        for rank, other in enumerate(planner.others, 1):
+            cost, prediction = planner.remote_case(rank, workload)
+            assert len(cost.model.layers) == other.layers[1] - other.layers[0]
+            assert prediction.total_seconds == pytest.approx(other.seconds, rel=1e-3)
+            assert prediction.bottleneck == other.bottleneck
+        pipeline.engine.planner.driver.group.local_size = 1
+        assert planner.remote_case(1, workload) is None
+
+
 def test_layers_are_even_on_several_machines(options: dict[str, Any]) -> None:
     with in_threads(2, **options) as pipeline:
         tokens(pipeline.engine)

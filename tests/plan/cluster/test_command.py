@@ -18,7 +18,7 @@ def test_report_and_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert plan.main(["opt-30b", *options]) == 0
     shown = capsys.readouterr().out
     for part in ("opt-30b on llm-pq-3 (3 x T4, 1 x V100)", "Pipeline", "Layers", "Stages", "Memory", "Prediction",
-                 "idle (bubbles)", "Would help"):  # fmt: skip
+                 "idle (bubbles)", "pace: V100 in prefill (", "Would help"):  # fmt: skip
         assert part in shown
     strategy = Strategy.load(saved)
     assert strategy.num_layers == 48

@@ -25,6 +25,7 @@ def test_four_machines_are_faster_than_one(tmp_path: Path, capsys: pytest.Captur
     one = answer(capsys, "opt-175b", "--hardware", T4)
     stages = answer(capsys, "opt-175b", "--hardware", T4, "--stages", "4", "--save", str(tmp_path / "s.json"))
     assert stages["tok_s"] >= 4 * one["tok_s"]
+    assert (stages["pace"]["part"], stages["pace"]["number"]) == ("stage", stages["slowest"])
     assert [stage["layers"][0] for stage in stages["stages"]] == [0, 24, 48, 72]
     assert Strategy.load(tmp_path / "s.json").num_layers == 96
     cluster = {"name": "four", "devices": [{"type": "T4", "hardware": T4, "count": 4}], "links": {"within": LINK}}
@@ -40,8 +41,10 @@ def test_the_report_names_the_slowest_stage(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     for part in ("opt-6.7b on 2 x t4-16gb_208gb_ssd", "stages (of 2 cohorts", "  1: layers ", "prediction: ",
                  "the job takes at least ", "network: 285 MB of hidden states cross each link; from stage 0 to 1 they"
-                 " take 0.228 s; with links that take no time the job takes "):  # fmt: skip
+                 " take 0.228 s; with links that take no time the job takes ",
+                 "with one of these alone, the job still takes at least ", "would help the whole job"):  # fmt: skip
         assert part in shown
+    assert " sets the pace: " in shown or "stages wait for each other: " in shown
 
 
 @pytest.mark.parametrize(
