@@ -40,6 +40,7 @@ OUTSIDE = [
     "plan.too_little",
     "schedule.halves",
     "schedule.parts",
+    "tier.throttled",
     "worker.attend",
     "worker.cache.smoothing",
     "worker.cache.teams",

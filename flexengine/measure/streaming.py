@@ -27,9 +27,9 @@ from flexengine.runtime.execute import Executor, causes_raised
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program
 from flexengine.schedule.tasks import Compute, Copy, Op, Task
-from flexengine.tier.base import Throttled
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.machine import Machine
+from flexengine.tier.throttled import Throttled
 from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights

@@ -27,7 +27,7 @@ from flexengine.places import MOST_DISKS, Routes, disks_of, place_names, place_o
 from flexengine.plan.hardware import Capacity
 from flexengine.records import Limit, check, named_fields
 from flexengine.system.limits import device_of, has_gpu, in_ram, total_memory, usable_disk, usable_memory
-from flexengine.tier.base import ALIGN, Ledger, Throttled, Tier
+from flexengine.tier.base import ALIGN, Ledger, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 
@@ -213,6 +213,8 @@ def make_machine(
         memory, sizes = Ledger("device", ram), (ram, None)
         device, host = MemoryTier("device", memory), MemoryTier("host", memory)
     elif kind == "sim":
+        from flexengine.tier.throttled import Throttled
+
         links, sizes = links or Links(), (device_mem, host_mem)
         device = MemoryTier("device", Ledger("device", device_mem))
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)

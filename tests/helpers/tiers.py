@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from flexengine.errors import OutOfMemory, size
-from flexengine.tier.base import ALIGN, Ledger, Region, Throttled, Tier
+from flexengine.tier.base import ALIGN, Ledger, Region, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.file import FasterWay
 from flexengine.tier.memory import aligned_buffer
+from flexengine.tier.throttled import Throttled
 
 CAPACITY = 64 << 20
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8]

@@ -8,10 +8,11 @@ import torch
 
 from flexengine.errors import OutOfMemory
 from flexengine.tier import cuda
-from flexengine.tier.base import ALIGN, Ledger, Throttled, Tier
+from flexengine.tier.base import ALIGN, Ledger, Tier
 from flexengine.tier.cuda import CudaTier, PinnedTier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.memory import MemoryTier
+from flexengine.tier.throttled import Throttled
 from tests.helpers.listening import listening
 from tests.helpers.tiers import CAPACITY, Cudart, TierTests, refuse_direct, some
 

@@ -15,10 +15,11 @@ from bench.faults.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.system.read_retries import PAUSES
 from flexengine.tier import disk
-from flexengine.tier.base import Ledger, Throttled
+from flexengine.tier.base import Ledger
 from flexengine.tier.disk import CHUNK, DiskTier
 from flexengine.tier.file import FasterWay
 from flexengine.tier.memory import MemoryTier
+from flexengine.tier.throttled import Throttled
 from tests.helpers.tiers import OneWay, pattern, some, watch_buffers
 
 # Disk beyond the conformance class.

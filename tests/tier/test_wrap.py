@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 
-from flexengine.tier.base import Ledger, Throttled
+from flexengine.tier.base import Ledger
 from flexengine.tier.memory import MemoryTier
+from flexengine.tier.throttled import Throttled
 
 
 def test_a_throttled_tier_owes_what_is_too_short_to_sleep() -> None:

@@ -11,8 +11,9 @@ from flexengine.lossy import Lossy
 from flexengine.places import USED_READ
 from flexengine.schedule.order import Cell
 from flexengine.schedule.tasks import Op, Task
-from flexengine.tier.base import Ledger, Throttled
+from flexengine.tier.base import Ledger
 from flexengine.tier.memory import MemoryTier
+from flexengine.tier.throttled import Throttled
 from flexengine.worker.on_demand import DemandReads
 
 
