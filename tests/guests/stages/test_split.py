@@ -148,10 +148,12 @@ def test_layers_are_even_with_a_policy(options: dict[str, Any]) -> None:
         assert layers_of(pipeline) == [(0, 4), (4, 8)]
 
 
-@pytest.mark.parametrize("policy", [None, Policy(2, 4, weights=(0, 1, 0))])
-def test_the_first_stage_prices_the_plans_of_others(options: dict[str, Any], policy: Policy | None) -> None:
+@pytest.mark.parametrize(("stages", "policy"), [(STAGES, None), (2, Policy(2, 4, weights=(0, 1, 0)))])
+def test_the_first_stage_prices_the_plans_of_others(
+    options: dict[str, Any], stages: int, policy: Policy | None
+) -> None:
     """As these stages do, whose own models have been opened with their layers."""
-    with on_one_machine(STAGES, **options, policy=policy) as pipeline:
+    with on_one_machine(stages, **options, policy=policy) as pipeline:
         planner = pipeline.engine.planner
         workload = pipeline.engine.reader.survey(ROWS, GREEDY)
         planner.plan(workload)
