@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ PROMPTS, LENGTHS = (32, 128, 512), (64, 512, 2048)
 HEADS, HEAD_DIM, SEQUENCES = 32, 64, 16
 GROUP = 8  # queries per KV head; with this many, arithmetic, not memory, limits decode attention
 SECONDS = 0.1  # for each figure
-TURNS, WINDOW = 4, 0.08  # turns alone and together; seconds of each
+TURNS, QUICK_TURNS, WINDOW = 4, 2, 0.08  # turns alone and together; seconds of each
 QUICK_ROWS, QUICK_SECONDS = (1, 64, 1024), 0.03  # rows of activations; seconds of each figure
 BESIDE, MOVED = 32, 4 << 20  # rows of products, and bytes of transfers, that run at the same time
 
@@ -198,13 +199,9 @@ def measure_crosstalk(
 
 
 def _slowdowns(machine: Machine, lanes: tuple[str, str], files: Mapping[Path, int], quick: bool) -> tuple[float, float]:
-    """Return the factors by which two lanes slow down if both work at the same time. The memory is free again
-    afterwards. quick: make short turns.
-
-    Turns alone and together alternate. The fastest of each kind counts, as other programs only slow them: with the
-    median of two turns, reads beside products once seemed five times as slow, and a plan did not overlap them.
-    """
-    window = WINDOW / 2 if quick else WINDOW
+    """Return the factors by which two lanes slow down if both work at the same time. Turns alone and together
+    alternate. The memory is free again afterwards. quick: make few short turns."""
+    count, window = (QUICK_TURNS, WINDOW / 2) if quick else (TURNS, WINDOW)
     turns = list[tuple[float, ...]]()
     with _work(machine, lanes[0], files) as first, _work(machine, lanes[1], files) as second:
 
@@ -216,11 +213,11 @@ def _slowdowns(machine: Machine, lanes: tuple[str, str], files: Mapping[Path, in
             seconds, count = timed(call, window, machine)
             return count / seconds
 
-        for _ in range(TURNS):
+        for _ in range(count):
             tick()
             alone = rate(), beside(second, WHAT, lambda: time.sleep(window))[0]
             turns.append((*alone, *beside(second, WHAT, rate)))
-    one, other, other_beside, one_beside = map(max, zip(*turns, strict=True))
+    one, other, other_beside, one_beside = map(median, zip(*turns, strict=True))
     return one / one_beside, other / other_beside
 
 

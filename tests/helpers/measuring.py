@@ -32,6 +32,7 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "DELEGATION_SECONDS", 0.01)
     monkeypatch.setattr(kernels, "SMALL", (128, 1 << 20))
     monkeypatch.setattr(kernels, "TURNS", 1)
+    monkeypatch.setattr(kernels, "QUICK_TURNS", 1)
     for name in ("COPIED", "SPILLED", "WRITTEN"):
         monkeypatch.setattr(links, name, 16 << 20)
     for name in ("COPIES", "READS"):

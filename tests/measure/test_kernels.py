@@ -85,19 +85,6 @@ def test_crosstalk(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
     assert kernels.measure_crosstalk(machine)["device"]["h2d"] == 0
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_crosstalk_of_undisturbed_turns(
-    at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch, quick: bool
-) -> None:
-    """Two lanes that do not slow each other, while another program takes most of the CPU in all turns but one of each
-    kind: the factors are 1."""
-    slowed = iter([8.0, 1.0, 5.0, 9.0, 3.0, 2.0, 7.0, 1.0, 1.0, 6.0, 1.0, 4.0, 4.0, 4.0, 4.0, 4.0])
-    monkeypatch.setattr(kernels, "timed", lambda *_: (next(slowed), 10))
-    monkeypatch.setattr(kernels, "beside", lambda _, __, work: (10 / next(slowed), work()))
-    monkeypatch.setattr(kernels, "time", SimpleNamespace(sleep=lambda _: None))
-    assert kernels._slowdowns(at("cpu", 100 * MB), ("device", "h2d"), {}, quick) == (1.0, 1.0)
-
-
 def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Throttled disks do not slow each other. Two directories on one throttled disk share its rate: then reads of both
     take as long as one after the other. Other programs may disturb a measurement, so one of three must be right."""
