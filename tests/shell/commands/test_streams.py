@@ -163,8 +163,7 @@ def test_the_first_error_is_the_one_reported(job: Job, monkeypatch: pytest.Monke
     assert job() == messages.REFUSED
     assert "first" in job.err
     assert "second" not in job.err
-    stdout = SimpleNamespace(buffer=SimpleNamespace(flush=broken))
-    monkeypatch.setattr("flexengine.job.resume.sys", SimpleNamespace(stdout=stdout))
+    monkeypatch.setattr("flexengine.job.resume.whole_stdout", lambda: SimpleNamespace(flush=broken))
     assert run.main(without_output(job)) == messages.REFUSED
     assert "first" in job.capsys.readouterr().err
 
