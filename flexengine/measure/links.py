@@ -63,14 +63,18 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str
         faults = _touch(room(machine, "device", "host"))
         links = copies(machine)
         for place in disks_of(machine.tiers):
-            usable = not (place == DISK and machine.no_offload)
-            if usable:
+            if _usable(machine, place):
                 links |= _spills(machine, place, SPILLS, SPILLED, SPILL_SECONDS)
             else:  # no plan uses these rates
                 links |= {lane: assumed(machine.kind, machine.capacity).links[lane] for lane in DISK.lanes}
         with readable(machine, checkpoint) as files:
             reads = _checkpoint_read(machine, files, READS, READ_SECONDS)
         return dict(links=links, checkpoint_read=reads, **faults)
+
+
+def _usable(machine: Machine, disk: str) -> bool:
+    """Return whether a disk's offload directory can be used."""
+    return not (disk == DISK and machine.no_offload)
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
@@ -220,7 +224,7 @@ def quick_spills(machine: Machine) -> dict[str, Table]:
     those of directories that cannot be used or lack the room."""
     links = dict[str, Table]()
     for place in disks_of(machine.tiers):
-        if room(machine, place) >= QUICK_SPILLED and not (place == DISK and machine.no_offload):
+        if _usable(machine, place) and room(machine, place) >= QUICK_SPILLED:
             links |= _spills(machine, place, QUICK_READS, QUICK_SPILLED, QUICK_SPILL_SECONDS, few=True)
     return links
 

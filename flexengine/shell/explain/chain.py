@@ -57,8 +57,12 @@ def slowest_line(plans: Sequence[StageLine], ram: bool) -> str:
 
 def stage_help_lines(rank: int, found: Sequence[Help]) -> list[str]:
     """Return lines with the changes that make the slowest stage faster; [] if there are none. rank: of the stage."""
+    return _help_lines(f"would help stage {rank}, the slowest (its work, one change at a time):", found)
+
+
+def _help_lines(title: str, found: Sequence[Help]) -> list[str]:
     lines = [f"  {each.label}  {'' if each.searched else '>= '}{each.ratio:.2f}x" for each in found]
-    return [f"would help stage {rank}, the slowest (its work, one change at a time):", *lines] if lines else []
+    return [title, *lines] if lines else []
 
 
 def chain_helps(plan: ChainPlan, options: Options | None = None, thorough: bool = False) -> list[Help]:
@@ -111,12 +115,7 @@ def chain_report(
         ],
         [f"memory of stage {plan.slowest}: {_memory(plan)}"],
         [*stage_help_lines(plan.slowest, found), *next_lines(plan)] if found else [],
-        [
-            "would help the whole job (one change at a time):",
-            *(f"  {each.label}  {'' if each.searched else '>= '}{each.ratio:.2f}x" for each in whole),
-        ]
-        if whole
-        else [],
+        _help_lines("would help the whole job (one change at a time):", whole),
     ]
     parts[2] += stage_lines(lines, shared)
     if verbose:

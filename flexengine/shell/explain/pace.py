@@ -23,6 +23,10 @@ class ChainPace(NamedTuple):
     name: str  # the part in words
 
 
+def _link_name(number: int) -> str:
+    return f"the link from stage {number} to {number + 1}"
+
+
 def pace_of(plan: ChainPlan) -> ChainPace:
     """Return the stage or the link with the most seconds of work; "turns" if that one waits for long."""
     slowest = plan.slowest
@@ -30,7 +34,7 @@ def pace_of(plan: ChainPlan) -> ChainPace:
     found = ChainPace("stage", slowest, work, f"stage {slowest}")
     if plan.link_seconds and (most := max(plan.link_seconds)) > work:
         number = plan.link_seconds.index(most)
-        found = ChainPace("link", number, most, f"the link from stage {number} to {number + 1}")
+        found = ChainPace("link", number, most, _link_name(number))
     return found if found.seconds >= BUSY_SHARE * plan.seconds else found._replace(part="turns")
 
 
@@ -69,7 +73,7 @@ def next_lines(plan: ChainPlan) -> list[str]:
     no other part has work."""
     others = {f"stage {rank}": stage.prediction.total_seconds for rank, stage in enumerate(plan.stages)}
     del others[f"stage {plan.slowest}"]
-    others |= {f"the link from stage {k} to {k + 1}": seconds for k, seconds in enumerate(plan.link_seconds)}
+    others |= {_link_name(k): seconds for k, seconds in enumerate(plan.link_seconds)}
     name = max(others, key=others.__getitem__, default="")
     if not name or others[name] <= 0:
         return []
